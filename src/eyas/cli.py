@@ -1,0 +1,155 @@
+"""The command line: one command for the whole job, one for each stage. Errors are one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from eyas import __version__
+from eyas.config import load
+from eyas.errors import UserError, explain_os_error
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, help="Train EAGLE-3 draft models: prompts in, a draft that makes your model faster out.")
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file; docs/run-file.md lists every key.")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Overrides a key of the run file for this call.")]
+
+
+def main() -> None:
+    app()
+
+
+def guarded(act: Callable[[], None]) -> None:
+    """No user's mistake ends in a traceback; a mistake of ours writes it to a file and says where."""
+    redo = " ".join(["eyas", *sys.argv[1:]])
+    try:
+        act()
+    except UserError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        sys.stderr.write(f"\nStopped. All finished work is kept; `{redo}` goes on from there.\n")
+        sys.exit(130)
+    except OSError as error:
+        _fail(explain_os_error(error, redo))
+    except Exception as error:
+        if _disk_is_full(error):
+            _fail(f"The disk is full. Free some space, then run `{redo}`; all finished work is kept.")
+        report = Path("eyas-error.txt").resolve()
+        report.write_text(f"eyas {__version__}, {redo}\n\n{traceback.format_exc()}")
+        sys.stderr.write(f"error: a fault inside Eyas: {error!r}. Finished work is kept. Please report it with {report}.\n")
+        sys.exit(1)
+
+
+def _fail(message: str) -> None:
+    sys.stderr.write(f"error: {message}\n")
+    sys.exit(2)
+
+
+def _disk_is_full(error: Exception) -> bool:
+    # safetensors raises its own error type around the system's
+    return "No space left on device" in str(error) or "os error 28" in str(error)
+
+
+def _quiet_libraries() -> None:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def _run(run_file: Path, overrides: list[str] | None, act: Callable[[Any], None]) -> None:
+    def work() -> None:
+        config = load(run_file, overrides or [])
+        from eyas.pipeline import Run  # torch and transformers take seconds to import; a misspelt key should not
+
+        _quiet_libraries()
+        act(Run(config))
+
+    guarded(work)
+
+
+STAGE_NAMES = ("prepare", "extract", "vocab", "train", "export", "evaluate")
+
+
+@app.command()
+def run(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    until: Annotated[str, typer.Option(metavar="STAGE", help=f"Stop after this stage: {', '.join(STAGE_NAMES)}.")] = "evaluate",
+) -> None:
+    """The whole job: every stage that is not yet done for these settings."""
+
+    def act(work: Any) -> None:
+        if until not in STAGE_NAMES:
+            raise UserError(f"--until {until}: there is no such stage. The stages are {', '.join(STAGE_NAMES)}.")
+        work.up_to(until)
+
+    _run(run_file, overrides, act)
+
+
+def _stage_command(name: str, text: str) -> None:
+    @app.command(name, help=text)
+    def command(run_file: RunFile, overrides: Overrides = None) -> None:
+        _run(run_file, overrides, lambda work: work.only(name))
+
+
+_stage_command("prepare", "Data files to tokens with supervised spans; the target writes missing answers.")
+_stage_command("extract", "Tokens to features: the target's hidden states.")
+_stage_command("vocab", "The draft's vocabulary, from the supervised tokens.")
+_stage_command("train", "Features to checkpoints of the draft.")
+_stage_command("export", "The best checkpoint to a folder that inference engines load.")
+_stage_command("evaluate", "The exported draft on held-out prompts: acceptance and speed, against plain decoding.")
+
+
+@app.command()
+def status(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """How far a run is; safe to ask while it works."""
+    guarded(lambda: _print_status(run_folder, as_json))
+
+
+def _print_status(run_folder: Path, as_json: bool) -> None:
+    from eyas.artifact import read_manifest
+    from eyas.progress import clock, read_state
+
+    if not run_folder.is_dir():
+        raise UserError(f"{run_folder} is no folder. Give a run folder, as run.folder in the run file names it.")
+    found: dict[str, Any] = {}
+    for name, folder in zip(STAGE_NAMES, ("prepare", "features", "vocab", "train", "export", "evaluate"), strict=True):
+        manifest = read_manifest(run_folder / folder)
+        state = read_state(run_folder / folder)
+        found[name] = {"done": manifest is not None, "seconds": manifest and manifest.seconds, "progress": state}
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return
+    table = Table("stage", "state", "progress", box=None)
+    for name, entry in found.items():
+        state = entry["progress"]
+        progress = ""
+        if state and not entry["done"]:
+            left = "" if state["seconds_left"] is None else f", {clock(state['seconds_left'])} left"
+            progress = f"{state['task']}: {state['done']:,.0f} of {state['total']:,.0f} {state['unit']}, {state['per_second']:,.1f}/s{left} ({state['state']}, {state['updated']})"
+        table.add_row(name, f"done in {clock(entry['seconds'])}" if entry["done"] else "-", progress)
+    Console().print(table)
+
+
+@app.command()
+def version() -> None:
+    """The version of Eyas."""
+    print(__version__)
+
+
+if __name__ == "__main__":
+    main()

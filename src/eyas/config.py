@@ -1,0 +1,275 @@
+"""The run file: TOML in, one typed and checked `RunConfig` out.
+
+Every field says its unit and what changing it does; docs/run-file.md is made from these descriptions by `python -m eyas.config`.
+Paths in a run file are relative to the folder that the run file lies in.
+"""
+
+from __future__ import annotations
+
+import tomllib
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from eyas.errors import UserError, nearest
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class RunSection(Section):
+    """Where results go."""
+
+    folder: str = Field("", description="The run folder; it holds one subfolder a stage. Empty: `runs/NAME` beside the run file, NAME being the run file's.")
+    seed: int = Field(0, ge=0, description="Seeds every random choice: the held-out split, sampled answers, the draft's first weights, the order of rows.")
+
+
+class TargetSection(Section):
+    """The model that will be served and made faster. It is never changed."""
+
+    path: str = Field(description="The target's folder: config.json, *.safetensors, a tokenizer and its chat template.")
+    engine: Literal["transformers"] = Field("transformers", description="What runs the target. `transformers` runs in this process, on a CPU or one GPU.")
+    device: str = Field("auto", description="`cpu`, `cuda`, `cuda:1`, ... `auto` takes the first GPU, else the CPU.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="Precision in which the target is run to write answers and features. `auto`: bfloat16 where the hardware multiplies it fast "
+        "(a GPU, a CPU with AMX), else float32.",
+    )
+    trust_remote_code: bool = Field(False, description="Allow Python code from the target's folder to run. Needed by some models and tokenizers; it can do anything you can.")
+
+
+class DataSection(Section):
+    """The conversations that the draft learns from."""
+
+    conversations: list[str] = Field(
+        min_length=1,
+        description="JSONL files. A row holds `messages` (OpenAI form, with `role` and `content`), or `prompt` (one user turn) or `turns` (several user turns).",
+    )
+    regenerate: Literal["missing", "all", "never"] = Field(
+        "missing",
+        description="Whose answers are used. `missing`: the target answers what has no answer. `all`: the target answers every turn anew, in order; "
+        "a draft learns most from its target's own words. `never`: rows must have answers.",
+    )
+    max_new_tokens: int = Field(512, ge=1, description="Tokens; the longest answer that the target is let write. One cut off here is trained on without a false end of turn.")
+    temperature: float = Field(0.7, ge=0.0, description="Sampling temperature of written answers; 0 is greedy.")
+    top_p: float = Field(0.95, gt=0.0, le=1.0, description="Nucleus of written answers: the smallest set of tokens with this share of the probability.")
+    generate_batch: int = Field(16, ge=1, description="Conversations answered at once. Higher is faster and takes more memory.")
+    max_length: int = Field(2048, ge=8, description="Tokens; longer rows are cut here. Memory of extraction and training grows with it.")
+    holdout: float = Field(0.03, ge=0.0, lt=1.0, description="Share of the conversations kept out of training, to choose the best checkpoint on.")
+
+
+class FeaturesSection(Section):
+    """The hidden states of the target that the draft learns from."""
+
+    layers: list[int] | None = Field(
+        None,
+        description="The three layers fed to the draft: k is the residual stream after k decoder layers (0 = embeddings), ascending. "
+        "Default: 2, N//2 and N-3 of N layers.",
+    )
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="How features are stored. float32 doubles the bytes and is meant for tests.")
+    batch_tokens: int = Field(4096, ge=1, description="Tokens of one forward of the target, padding included. Higher is faster until memory runs out.")
+    shard_mib: int = Field(128, ge=1, description="MiB of one shard file. What a crash can lose is at most the shard being written.")
+
+
+class VocabSection(Section):
+    """The draft's smaller vocabulary."""
+
+    size: int | None = Field(
+        None, ge=2, description="Tokens in the draft's vocabulary. Smaller is faster to draft with; a token outside it can never be accepted. Default: 32,000 or the target's, if smaller."
+    )
+
+
+class DraftSection(Section):
+    """The draft's shape: one Llama-style decoder layer, as EAGLE-3 defines it."""
+
+    intermediate_size: int | None = Field(None, ge=1, description="Width of the MLP. Default: the target's.")
+    num_attention_heads: int | None = Field(None, ge=1, description="Query heads. Default: the target's.")
+    num_key_value_heads: int | None = Field(None, ge=1, description="Key and value heads; must divide the query heads. Default: the target's.")
+    head_dim: int | None = Field(None, ge=2, description="Width of a head. Default: the target's.")
+    norm_before_residual: bool = Field(True, description="Take the residual after the norm of the incoming hidden state (true) or before it (false).")
+    norm_before_fc: bool = Field(False, description="One norm over the three concatenated aux layers before `fc`.")
+    fc_norm: bool = Field(True, description="A norm of its own for each aux layer before `fc` (EAGLE 3.1); layers of very different size then count alike.")
+    norm_output: bool = Field(True, description="Feed the next draft step the hidden state after the final norm (EAGLE 3.1, true) or before it (EAGLE 3, false).")
+    init_head: Literal["target", "random"] = Field("target", description="First weights of the draft's head and final norm: the target's own rows, or random ones.")
+
+
+class TrainSection(Section):
+    """How the draft is trained."""
+
+    epochs: int = Field(10, ge=1, description="Passes over the training rows. Time grows in proportion.")
+    lr: float = Field(1e-3, gt=0.0, description="Peak learning rate of AdamW.")
+    warmup: float = Field(0.03, ge=0.0, le=1.0, description="Share of all optimiser steps over which the learning rate rises to `lr`; it then falls as a cosine to `lr` x `final_lr`.")
+    final_lr: float = Field(0.05, ge=0.0, le=1.0, description="The last learning rate as a share of `lr`.")
+    weight_decay: float = Field(0.0, ge=0.0, description="AdamW's weight decay, on matrices only.")
+    beta2: float = Field(0.95, gt=0.0, lt=1.0, description="AdamW's second-moment decay.")
+    grad_clip: float = Field(1.0, gt=0.0, description="Gradients are scaled down to this norm if theirs is larger.")
+    tokens_per_step: int = Field(8192, ge=8, description="Tokens of one optimiser step, whole rows packed without padding. Higher is steadier and slower per pass.")
+    tokens_per_batch: int = Field(8192, ge=8, description="Tokens held in memory at once; an optimiser step is split into as many batches as this needs. Changes memory, not results (to rounding).")
+    unroll_steps: int = Field(5, ge=1, description="K, the draft steps unrolled in training (training-time test). Draft at most about as many tokens when serving.")
+    step_weight: float = Field(0.8, gt=0.0, description="Step k weighs step_weight**k in the loss.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="Precision of matrix products; weights, gradients of weights and optimiser state are float32 always. `auto` as for the target.")
+    checkpoint_every: int = Field(100, ge=1, description="Optimiser steps between checkpoints, each also measured on the held-out rows. What a crash can lose is at most this.")
+
+
+class EvaluateSection(Section):
+    """How the finished draft is measured."""
+
+    prompts: list[str] = Field(default_factory=list, description="JSONL files of prompts that training never sees: rows with `turns` or `prompt`, and a `category`. Only the first turn is used. Empty: the first turns of the held-out conversations.")
+    prompts_per_category: int = Field(8, ge=1, description="At most so many prompts of each category, the first of each file.")
+    num_draft_tokens: int = Field(3, ge=1, description="Tokens drafted in each round.")
+    max_new_tokens: int = Field(128, ge=2, description="Tokens written for each prompt.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Precision of the target here. In bfloat16 a forward of one token and of several round differently, so greedy texts can part without any fault of the draft."
+    )
+
+
+class ExportSection(Section):
+    """The draft as engines load it."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="Precision of the exported weights. `auto`: that of the target's own weights.")
+
+
+class RunConfig(Section):
+    run: RunSection = Field(default_factory=RunSection)
+    target: TargetSection
+    data: DataSection
+    features: FeaturesSection = Field(default_factory=FeaturesSection)
+    vocab: VocabSection = Field(default_factory=VocabSection)
+    draft: DraftSection = Field(default_factory=DraftSection)
+    train: TrainSection = Field(default_factory=TrainSection)
+    export: ExportSection = Field(default_factory=ExportSection)
+    evaluate: EvaluateSection = Field(default_factory=EvaluateSection)
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: typing.cast(type[Section], field.annotation) for name, field in RunConfig.model_fields.items()
+}
+
+
+def load(path: Path, overrides: list[str]) -> RunConfig:
+    """Reads and checks a run file; `overrides` are `section.key=value` with a TOML value (a bare word counts as text).
+
+    All paths in the result are absolute. Raises UserError for anything that is not as it must be.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder; give the run file itself, a TOML file.") from None
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist. Give the path of a run file; examples/quickstart/run.toml is one to start from.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as text: {error}. Give a run file in TOML.") from None
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not valid TOML: {error}.") from None
+    for override in overrides:
+        _apply(table, override)
+    _refuse_unknown(table, str(path))
+    try:
+        config = RunConfig.model_validate(table)
+    except ValidationError as error:
+        raise UserError(f"{path}: {_first_fault(error)}") from None
+    return _with_absolute_paths(config, path.resolve())
+
+
+def _apply(table: dict[str, Any], override: str) -> None:
+    name, equals, value = override.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not (equals and dot and section and key):
+        raise UserError(f"--set {override}: write it as --set section.key=value, for example --set train.lr=1e-4.")
+    try:
+        parsed = tomllib.loads(f"value = {value.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()  # a bare word: --set target.device=cpu
+    inner = table.setdefault(section, {})
+    if not isinstance(inner, dict):
+        raise UserError(f"{section} must be a section, written as [{section}].")
+    inner[key] = parsed
+
+
+def _refuse_unknown(table: dict[str, Any], where: str) -> None:
+    for section, values in table.items():
+        if section not in SECTIONS:
+            homes = [name for name, model in SECTIONS.items() if section in model.model_fields]
+            near = f"[{homes[0]}] {section}" if homes else nearest(section, SECTIONS)
+            raise UserError(f"{where}: there is no section [{section}]{_did_you_mean(near)} The sections are {', '.join(SECTIONS)}.")
+        if not isinstance(values, dict):
+            raise UserError(f"{where}: {section} must be a section, written as [{section}].")
+        known = SECTIONS[section].model_fields
+        for key in values:
+            if key not in known:
+                elsewhere = [f"{name}.{key}" for name, model in SECTIONS.items() if key in model.model_fields]
+                raise UserError(f"{where}: there is no key {section}.{key}{_did_you_mean((elsewhere or [nearest(key, known)])[0])} [{section}] has {', '.join(known)}.")
+
+
+def _did_you_mean(word: str | None) -> str:
+    return f"; did you mean {word}?" if word else "."
+
+
+def _first_fault(error: ValidationError) -> str:
+    fault = error.errors()[0]
+    name = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "missing":
+        section, _, key = name.partition(".")
+        return f"{name} is missing. Add {key} = ... under [{section}]." if key else f"section [{name}] is missing. Add [{name}]."
+    got = repr(fault["input"])
+    message = fault["msg"][0].lower() + fault["msg"][1:]
+    return f"{name} = {got if len(got) < 80 else got[:77] + '...'} cannot be used: {message}."
+
+
+def _with_absolute_paths(config: RunConfig, path: Path) -> RunConfig:
+    def absolute(name: str) -> str:
+        return str((path.parent / Path(name).expanduser()).resolve())
+
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"folder": absolute(config.run.folder or f"runs/{path.stem}")}),
+            "target": config.target.model_copy(update={"path": absolute(config.target.path)}),
+            "data": config.data.model_copy(update={"conversations": [absolute(p) for p in config.data.conversations]}),
+            "evaluate": config.evaluate.model_copy(update={"prompts": [absolute(p) for p in config.evaluate.prompts]}),
+        }
+    )
+
+
+def reference() -> str:
+    """docs/run-file.md: every key with its type, default and meaning."""
+    lines = [
+        "# The run file",
+        "",
+        "One TOML file describes a run. Made from `src/eyas/config.py` by `python -m eyas.config > docs/run-file.md`; do not edit by hand.",
+        "Paths are relative to the run file. Any key can be set for one call: `eyas run RUN.toml --set train.lr=5e-4`.",
+    ]
+    for section, model in SECTIONS.items():
+        lines += ["", f"## [{section}]", "", model.__doc__ or "", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+        for key, field in model.model_fields.items():
+            default = "required" if field.is_required() else f"`{_toml(field.get_default(call_default_factory=True))}`"
+            lines.append(f"| `{key}` | {_type_name(field.annotation)} | {default} | {field.description} |")
+    return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _type_name(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return " or ".join(f"`{argument}`" for argument in arguments)
+    if origin is list:
+        return f"list of {_type_name(arguments[0])}"
+    if origin is types.UnionType:
+        return _type_name(arguments[0])
+    return {str: "text", int: "integer", float: "number", bool: "`true` or `false`"}[annotation]
+
+
+if __name__ == "__main__":
+    print(reference())

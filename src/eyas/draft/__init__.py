@@ -1,0 +1,1 @@
+"""The draft model: its layers, attention, rope and first weights."""

@@ -1,0 +1,1 @@
+"""How many drafted tokens the target accepts, simulated and measured."""

@@ -1,0 +1,1 @@
+"""The draft as inference engines load it."""

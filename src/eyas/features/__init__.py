@@ -1,0 +1,1 @@
+"""The target's hidden states, stored in shards of whole rows."""

@@ -1,0 +1,1 @@
+"""Rows of a data file become tokens with supervised spans."""

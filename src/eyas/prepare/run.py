@@ -1,0 +1,174 @@
+"""The stage `prepare`: data files -> rows of tokens with supervised spans.
+
+Out, in prepare/: rows.safetensors (tokens int32 [T], supervised bool [T], offsets int64 [R + 1], holdout bool [R]),
+rows.jsonl (a line a row: key, conversation, source, sizes), answers.jsonl (what the target wrote),
+prompts.jsonl (the first user turns of held-out conversations, for evaluation).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors.torch import load_file
+
+from eyas.artifact import hash_file, write_bytes, write_tensors
+from eyas.config import RunConfig
+from eyas.errors import UserError
+from eyas.prepare.chat import Chat, Row, Unrenderable, load_chat
+from eyas.prepare.regenerate import FILE as ANSWERS
+from eyas.prepare.regenerate import count_open, write_answers
+from eyas.prepare.sources import Conversation, read_conversations, source_hashes, with_open_answers
+from eyas.progress import Reporter
+from eyas.stage import Context, Result
+from eyas.target.engine import Sampling, open_engine, resolve_device, resolve_dtype
+from eyas.target.spec import TargetSpec
+
+REUSABLE = (ANSWERS,)
+ROWS = "rows.safetensors"
+PROMPTS = "prompts.jsonl"
+
+
+@dataclass(frozen=True)
+class PreparedRow:
+    """tokens int32 [T], supervised bool [T]; `key` is a hash of both, the name under which features are stored."""
+
+    key: str
+    tokens: torch.Tensor
+    supervised: torch.Tensor
+    holdout: bool
+
+
+def settings(config: RunConfig, spec: TargetSpec) -> dict[str, Any]:
+    data = config.data.model_dump(exclude={"conversations", "generate_batch"})
+    return {
+        "data": data,
+        "run": {"seed": config.run.seed},
+        "sources": source_hashes(config.data.conversations, hash_file),
+        "target": {"tokenizer": spec.fingerprint["tokenizer"], "weights": spec.fingerprint["weights"] if config.data.regenerate != "never" else ""},
+    }
+
+
+def work(context: Context) -> Result:
+    config, spec, folder = context.config, context.spec, context.folder
+    chat = load_chat(spec, config.target.trust_remote_code)
+    counts: Counter[str] = Counter()
+    conversations = [with_open_answers(conversation, config.data.regenerate) for conversation in read_conversations(config.data.conversations)]
+    counts["conversations"] = len(conversations)
+    if num_open := count_open(conversations):
+        conversations = _answered(context, conversations, chat, num_open, counts)
+    dropped: Counter[str] = Counter()
+    rows, lines = [], []
+    seen: set[str] = set()
+    for conversation in conversations:
+        for row in _rows(conversation, chat, config.data.max_length, counts, dropped):
+            prepared = PreparedRow(_key(row), torch.tensor(row.tokens, dtype=torch.int32), torch.tensor(row.supervised), _held_out(conversation.id, config))
+            if prepared.key in seen:
+                dropped["duplicate"] += 1
+                continue
+            seen.add(prepared.key)
+            rows.append(prepared)
+            lines.append({"key": prepared.key, "conversation": conversation.id, "source": conversation.where, "tokens": len(row.tokens), "supervised": sum(row.supervised), "holdout": prepared.holdout})
+    _check_kept(rows, dropped, context.reporter)
+    _write(folder, rows, lines)
+    _write_prompts(folder, [conversation for conversation in conversations if _held_out(conversation.id, config)])
+    counts.update(rows=len(rows), holdout_rows=sum(row.holdout for row in rows), tokens=sum(len(row.tokens) for row in rows), supervised=sum(int(row.supervised.sum()) for row in rows))
+    share = counts["supervised"] / counts["tokens"]
+    context.reporter.say(
+        f"prepare: {counts['conversations']:,} conversations -> {counts['rows']:,} rows ({counts['holdout_rows']:,} held out), {counts['tokens']:,} tokens, "
+        f"{share:.0%} supervised; {counts['clipped']:,} clipped, {sum(dropped.values()):,} dropped{_reasons(dropped)}"
+    )
+    return Result({**counts, "dropped": dict(dropped)}, content=hash_file(folder / ROWS))
+
+
+def _answered(context: Context, conversations: list[Conversation], chat: Chat, num_open: int, counts: Counter[str]) -> list[Conversation]:
+    config = context.config
+    dtype = resolve_dtype(config.target.dtype, resolve_device(config.target.device))
+    sampling = Sampling(config.data.max_new_tokens, config.data.temperature, config.data.top_p, config.run.seed)
+    with context.reporter.task(context.folder, "writing answers", num_open, "answers") as task:
+        engine = open_engine(config, context.spec)
+        return write_answers(
+            conversations, chat, engine, sampling, config.data.generate_batch, {"target": context.spec.fingerprint["weights"], "dtype": str(dtype)}, context.folder, task, counts
+        )
+
+
+def _rows(conversation: Conversation, chat: Chat, max_length: int, counts: Counter[str], dropped: Counter[str]) -> Iterator[Row]:
+    """Rows of one conversation, cut to max_length tokens; what is not usable goes to `dropped` by reason."""
+    if not any(message["role"] == "assistant" for message in conversation.messages):
+        dropped["the chat template refuses its prompt"] += 1
+        return
+    try:
+        rows = chat.rows(conversation.messages, conversation.cut)
+    except Unrenderable as reason:
+        dropped[str(reason)] += 1
+        return
+    for row in rows:
+        clipped = Row(row.tokens[:max_length], row.supervised[:max_length])
+        # A row teaches something only if two supervised tokens stand side by side: one to read, one to predict.
+        if not any(a and b for a, b in zip(clipped.supervised, clipped.supervised[1:], strict=False)):
+            dropped["no supervised pair within data.max_length" if len(row.tokens) > max_length else "answer of fewer than two tokens"] += 1
+            continue
+        counts["clipped"] += len(row.tokens) > max_length
+        yield clipped
+
+
+def _key(row: Row) -> str:
+    digest = xxhash.xxh3_128(torch.tensor(row.tokens, dtype=torch.int32).numpy().tobytes())
+    digest.update(bytes(row.supervised))
+    return digest.hexdigest()
+
+
+def _held_out(conversation: str, config: RunConfig) -> bool:
+    """Depends on the conversation's id and the seed alone, so that more data never moves a conversation to the other side."""
+    return xxhash.xxh3_64_intdigest(f"{config.run.seed} {conversation}".encode()) < config.data.holdout * 2**64
+
+
+def _reasons(dropped: Counter[str]) -> str:
+    return f" ({'; '.join(f'{count:,} {reason}' for reason, count in dropped.most_common(5))})" if dropped else ""
+
+
+def _check_kept(rows: list[PreparedRow], dropped: Counter[str], reporter: Reporter) -> None:
+    if not rows:
+        raise UserError(f"No row is left to train on: {_reasons(dropped).strip(' ()') or 'the data files hold no conversations'}. Mend the data or the settings in [data].")
+    if all(row.holdout for row in rows):
+        raise UserError("All conversations fell into the held-out part. Give more data, or set data.holdout = 0.")
+    if sum(dropped.values()) > len(rows):
+        reporter.say(f"prepare: warning: more rows were dropped than kept{_reasons(dropped)}")
+
+
+def _write(folder: Path, rows: list[PreparedRow], lines: list[dict[str, Any]]) -> None:
+    offsets = torch.tensor([0] + [len(row.tokens) for row in rows]).cumsum(0)
+    tensors = {
+        "tokens": torch.cat([row.tokens for row in rows]),
+        "supervised": torch.cat([row.supervised for row in rows]),
+        "offsets": offsets,
+        "holdout": torch.tensor([row.holdout for row in rows]),
+    }
+    write_tensors(folder / ROWS, tensors)
+    write_bytes(folder / "rows.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
+
+
+def _write_prompts(folder: Path, conversations: list[Conversation]) -> None:
+    prompts = []
+    for conversation in conversations:
+        turn = next((message["content"] for message in conversation.messages if message["role"] == "user"), None)
+        if turn is not None:
+            prompts.append({"id": conversation.id, "category": conversation.category or "held out", "turns": [turn]})
+    write_bytes(folder / PROMPTS, "".join(json.dumps(prompt) + "\n" for prompt in prompts).encode())
+
+
+def read_rows(folder: Path) -> list[PreparedRow]:
+    """All rows of a finished prepare/ folder, in order."""
+    tensors = load_file(folder / ROWS)
+    offsets = tensors["offsets"].tolist()
+    keys = [json.loads(line)["key"] for line in (folder / "rows.jsonl").read_bytes().splitlines()]
+    return [
+        PreparedRow(key, tensors["tokens"][start:end], tensors["supervised"][start:end], bool(holdout))
+        for key, start, end, holdout in zip(keys, offsets[:-1], offsets[1:], tensors["holdout"].tolist(), strict=True)
+    ]

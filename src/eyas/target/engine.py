@@ -1,0 +1,74 @@
+"""The one interface through which Eyas uses a target, whatever runs it.
+
+Legend: T tokens of a row, L captured layers, D hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from eyas.config import RunConfig
+from eyas.errors import UserError
+from eyas.target.spec import TargetSpec
+
+
+@dataclass(frozen=True)
+class Sampling:
+    max_new_tokens: int
+    temperature: float  # 0 is greedy
+    top_p: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`tokens` end with the stop token if `finish` is "stop"; "length" means that the limit cut the answer off."""
+
+    tokens: list[int]
+    finish: Literal["stop", "length"]
+
+
+class TargetEngine(Protocol):
+    spec: TargetSpec
+
+    def capture(self, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> list[torch.Tensor]:
+        """The states of each row at `layers`, [T, L, D] on the CPU in the dtype the target runs in; what a row alone would give."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Answer]:
+        """The target's answers to prompts of token ids."""
+
+    def log_probabilities(self, row: Sequence[int]) -> torch.Tensor:
+        """The target's own log-probability of each token but the first, float32 [T - 1]; the independent side of the proof of capture."""
+
+
+def resolve_device(device: str) -> torch.device:
+    """Raises UserError for a device that is not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise UserError(f"target.device = {device!r} is no device. Use auto, cpu, cuda or cuda:0.") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"target.device = {device!r}, but torch finds no GPU here. Use target.device = \"cpu\", or install torch for your GPU.")
+    return found
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the hardware multiplies it fast: on a GPU, and on a CPU with AMX tiles (4 times float32 there), else float32."""
+    if dtype == "auto":
+        fast = device.type == "cuda" or bool(torch.cpu.get_capabilities().get("amx_bf16"))
+        return torch.bfloat16 if fast else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+
+
+def open_engine(config: RunConfig, spec: TargetSpec, dtype: torch.dtype | None = None) -> TargetEngine:
+    """Loads the target into the engine that the run file names; `dtype` overrides target.dtype."""
+    from eyas.target.transformers_engine import TransformersEngine  # heavy: only stages that run the target pay for it
+
+    device = resolve_device(config.target.device)
+    return TransformersEngine(spec, device, dtype or resolve_dtype(config.target.dtype, device), config.target.trust_remote_code)

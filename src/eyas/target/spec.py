@@ -1,0 +1,118 @@
+"""Facts about a target, read from its folder without loading the model.
+
+In: a folder with config.json, *.safetensors, a tokenizer. Out: a `TargetSpec`.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from eyas.artifact import hash_file
+from eyas.errors import UserError
+
+SAMPLE = 1 << 20  # bytes read at both ends of each weight file for the fingerprint: a terabyte model must not cost a full read
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """`text_config` is the language model's own config, which a multimodal wrapper keeps one level down."""
+
+    path: Path
+    text_config: dict[str, Any]
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_length: int
+    tied: bool
+    stop_ids: tuple[int, ...]  # tokens that end a turn, from generation_config.json, else from config.json
+    weight_dtype: str  # of the stored weights, as config.json states it
+    fingerprint: dict[str, str]  # "weights" and "tokenizer": hashes of what the files hold
+
+    @property
+    def default_layers(self) -> list[int]:
+        """The aux layers that EAGLE-3 feeds to the draft (arXiv 2503.01840): early, middle, late."""
+        return [2, self.num_layers // 2, self.num_layers - 3]
+
+
+def read_spec(path: Path) -> TargetSpec:
+    """Raises UserError if the folder is no model, has no weights, or leaves out a needed fact."""
+    if not path.is_dir():
+        raise UserError(f"target.path {path} is not a folder. Give the folder of a model: config.json, *.safetensors, a tokenizer.")
+    config = _read_config(path / "config.json", required=True)
+    text = next((config[key] for key in ("text_config", "llm_config", "language_config") if isinstance(config.get(key), dict)), config)
+    weights = sorted(path.glob("*.safetensors"))
+    if not weights:
+        raise UserError(f"{path} holds no *.safetensors file, so no weights. Download the model completely, or convert it to safetensors.")
+    missing = [key for key in ("num_hidden_layers", "hidden_size", "vocab_size", "model_type") if key not in text]
+    if missing:
+        raise UserError(f"{path / 'config.json'} does not state {', '.join(missing)}. Eyas needs a decoder-only language model's config.")
+    generation = _read_config(path / "generation_config.json", required=False)
+    stop = generation.get("eos_token_id", text.get("eos_token_id", config.get("eos_token_id")))
+    return TargetSpec(
+        path=path,
+        text_config=text,
+        num_layers=text["num_hidden_layers"],
+        hidden_size=text["hidden_size"],
+        vocab_size=text["vocab_size"],
+        max_length=text.get("max_position_embeddings", 1 << 30),
+        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        stop_ids=tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,),
+        weight_dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
+        fingerprint={"weights": _weights_fingerprint(path / "config.json", weights), "tokenizer": _tokenizer_fingerprint(path)},
+    )
+
+
+def read_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Tensor name -> {"dtype", "shape", ...} of a safetensors file. Raises UserError if it is cut short or no safetensors file."""
+    try:
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header: dict[str, Any] = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        whole = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (struct.error, ValueError, KeyError, MemoryError, OverflowError):
+        raise UserError(f"{path} is not a whole safetensors file. Download or copy it again.") from None
+    if path.stat().st_size < whole:
+        raise UserError(f"{path} has {path.stat().st_size:,} bytes of {whole:,}: it is cut short. Download or copy it again.")
+    return header
+
+
+def _read_config(path: Path, required: bool) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        if required:
+            raise UserError(f"{path} does not exist, so {path.parent} is no model folder. Give the folder that config.json lies in.") from None
+        return {}
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}). Download or copy it again.") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path} holds no JSON object. Download or copy it again.")
+    return config
+
+
+def _weights_fingerprint(config: Path, weights: list[Path]) -> str:
+    digest = xxhash.xxh3_128(config.read_bytes())
+    for path in weights:
+        read_header(path)
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with open(path, "rb") as file:
+            digest.update(file.read(SAMPLE))
+            file.seek(max(0, size - SAMPLE))
+            digest.update(file.read(SAMPLE))
+    return digest.hexdigest()
+
+
+def _tokenizer_fingerprint(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "generation_config.json"):
+        if (path / name).is_file():
+            digest.update(f"{name} {hash_file(path / name)} ".encode())
+    return digest.hexdigest()

@@ -1,0 +1,78 @@
+"""The target run by Hugging Face transformers, in this process, on a CPU or one GPU.
+
+Legend: B rows of a batch, T tokens of a row, L captured layers, D hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from eyas.errors import UserError
+from eyas.target.engine import Answer, Sampling
+from eyas.target.spec import TargetSpec
+from eyas.target.tap import LayerTap
+
+
+class TransformersEngine:
+    def __init__(self, spec: TargetSpec, device: torch.device, dtype: torch.dtype, trust_remote_code: bool) -> None:
+        self.spec, self.device, self.dtype = spec, device, dtype
+        try:
+            self.model: Any = AutoModelForCausalLM.from_pretrained(spec.path, dtype=dtype, trust_remote_code=trust_remote_code, local_files_only=True)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise UserError(f"transformers cannot load {spec.path}: {first}. Mend the folder, or set target.trust_remote_code = true if the model brings code that you trust.") from error
+        self.model.to(device).eval().requires_grad_(False)
+
+    @torch.inference_mode()
+    def capture(self, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> list[torch.Tensor]:
+        # Padding stands behind a row, and attention is causal: no token of the row sees it, so no mask is needed.
+        width = max(len(row) for row in rows)
+        ids_BT = torch.zeros(len(rows), width, dtype=torch.long)
+        for b, row in enumerate(rows):
+            ids_BT[b, : len(row)] = torch.as_tensor(row)
+        with LayerTap(self.model, self.spec.num_layers, layers) as tap:
+            self.model.base_model(input_ids=ids_BT.to(self.device), use_cache=False)
+            states_BTLD = tap.take()
+        return [states_BTLD[b, : len(row)].cpu() for b, row in enumerate(rows)]
+
+    @torch.inference_mode()
+    def log_probabilities(self, row: Sequence[int]) -> torch.Tensor:
+        ids_T = torch.as_tensor(row, device=self.device)
+        logits_TV = self.model(input_ids=ids_T[None], use_cache=False).logits[0].float()
+        return logits_TV[:-1].log_softmax(-1).gather(-1, ids_T[1:, None])[:, 0].cpu()
+
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Answer]:
+        # generate() continues at the right edge, so padding stands in front, hidden by the mask: by position, never by token value.
+        width = max(len(prompt) for prompt in prompts)
+        ids_BT = torch.zeros(len(prompts), width, dtype=torch.long)
+        mask_BT = torch.zeros(len(prompts), width, dtype=torch.long)
+        for b, prompt in enumerate(prompts):
+            ids_BT[b, width - len(prompt) :] = torch.as_tensor(prompt)
+            mask_BT[b, width - len(prompt) :] = 1
+        choice = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if sampling.temperature > 0 else {"do_sample": False}
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(sampling.seed)
+            full_BT = self.model.generate(
+                input_ids=ids_BT.to(self.device), attention_mask=mask_BT.to(self.device), max_new_tokens=sampling.max_new_tokens,
+                eos_token_id=list(self.spec.stop_ids) or None, pad_token_id=0, **choice,
+            )  # fmt: skip
+        return [self._answer(new.tolist()) for new in full_BT[:, width:]]
+
+    def _answer(self, tokens: list[int]) -> Answer:
+        stops = [position for position, token in enumerate(tokens) if token in self.spec.stop_ids]
+        finish: Literal["stop", "length"] = "stop" if stops else "length"
+        return Answer(tokens[: stops[0] + 1] if stops else tokens, finish)
+
+    @torch.inference_mode()
+    def step(self, ids: Sequence[int], cache: DynamicCache) -> torch.Tensor:
+        """Feeds `ids` behind what `cache` holds, which grows by them; returns logits [len(ids), V] in float32."""
+        ids_1T = torch.as_tensor(ids, device=self.device)[None]
+        return self.model(input_ids=ids_1T, past_key_values=cache, use_cache=True).logits[0].float()
+
+    def new_cache(self) -> DynamicCache:
+        return DynamicCache(config=self.model.config)

@@ -1,0 +1,85 @@
+"""Rows of features -> one packed batch. The first of the two places that shift: here the inputs of step 0 move by one, its labels by two.
+
+    position i      0    1    2    3    4        tokens x0..x4 of one document, x2 x3 x4 supervised
+    aux             a0   a1   a2   a3   a4       read at step 0
+    next_T          x1   x2   x3   x4   -        embedding read at step 0
+    label_T         x2   x3   x4   -    -        what step 0 predicts; its teacher is `last` of position i + 1
+    num_steps       0    2    1    0    0        how many steps count: step k iff x[i+1] .. x[i+2+k] are all supervised
+
+Only positions with num_steps > 0 become rows; the others matter through their step-0 keys and values alone.
+
+Legend: T positions of the pack, R rows, A aux layers, D hidden width, K steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from eyas.draft.attention import Document
+from eyas.features.shard import FeatureRow
+
+
+@dataclass(frozen=True)
+class Batch:
+    """aux [T, A, D] and last [T, D] in the compute dtype; next_T, label_T, positions_T int64; rows_R int64 ascending; num_steps_R int64 in 1..K.
+
+    next_T and label_T hold 0 where their document has no such token; no row that counts reads them there.
+    """
+
+    aux: torch.Tensor
+    last: torch.Tensor
+    next_T: torch.Tensor
+    label_T: torch.Tensor
+    positions_T: torch.Tensor
+    rows_R: torch.Tensor
+    num_steps_R: torch.Tensor
+    documents: list[Document]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.next_T)
+
+    def to(self, device: torch.device) -> Batch:
+        moved = {name: value.to(device, non_blocking=True) for name, value in self.__dict__.items() if isinstance(value, torch.Tensor)}
+        return Batch(**moved, documents=self.documents)
+
+
+def countable_steps(supervised_T: torch.Tensor, num_steps: int) -> torch.Tensor:
+    """How many steps count at each position of one document, int64 [T] in 0..num_steps."""
+    position_T = torch.arange(len(supervised_T))
+    # Supervised tokens in a row from each position on: the distance to the next that is not supervised.
+    end_T = torch.where(supervised_T, len(supervised_T), position_T).flip(0).cummin(0).values.flip(0)
+    run_T = end_T - position_T
+    ahead_T = torch.cat((run_T[1:], run_T.new_zeros(1)))
+    return (ahead_T - 1).clamp(0, num_steps)
+
+
+def make_batch(rows: Sequence[FeatureRow], num_steps: int, dtype: torch.dtype) -> Batch:
+    """Packs whole rows, each a document of its own, without padding."""
+    next_T, label_T, positions_T, indices, steps, documents = [], [], [], [], [], []
+    start = row_start = 0
+    for row in rows:
+        tokens = row.tokens.long()
+        length = len(tokens)
+        counts_T = countable_steps(row.supervised, num_steps)
+        (here,) = counts_T.nonzero(as_tuple=True)
+        next_T.append(torch.nn.functional.pad(tokens[1:], (0, min(1, length))))
+        label_T.append(torch.nn.functional.pad(tokens[2:], (0, min(2, length))))
+        positions_T.append(torch.arange(length))
+        indices.append(here + start)
+        steps.append(counts_T[here])
+        documents.append(Document(start, start + length, row_start, row_start + len(here)))
+        start, row_start = start + length, row_start + len(here)
+    return Batch(
+        aux=torch.cat([row.aux for row in rows]).to(dtype),
+        last=torch.cat([row.last for row in rows]).to(dtype),
+        next_T=torch.cat(next_T),
+        label_T=torch.cat(label_T),
+        positions_T=torch.cat(positions_T),
+        rows_R=torch.cat(indices),
+        num_steps_R=torch.cat(steps),
+        documents=documents,
+    )

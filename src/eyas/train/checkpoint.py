@@ -1,0 +1,86 @@
+"""Everything that training needs to go on bit for bit, and nothing else: weights, optimiser moments, how many steps are done.
+
+The order of rows and the learning rate are pure functions of the step, and training draws no random number, so no generator is kept.
+
+    train/checkpoints/step-000100/   weights.safetensors   optimizer.safetensors   state.json (written last)
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from eyas.artifact import fsync_folder, read_json, write_json, write_tensors
+from eyas.draft.model import Draft
+from eyas.draft.shape import DraftShape
+
+KEPT = 2  # latest checkpoints kept beside the best
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """step: optimiser steps done. best_step: the checkpoint with the highest acceptance on held-out rows, best_acceptance that length."""
+
+    step: int
+    best_step: int
+    best_acceptance: float | None
+
+
+def save(folder: Path, draft: Draft, optimizer: torch.optim.Optimizer, state: TrainState) -> Path:
+    """Writes the checkpoint of state.step, then removes all but the best and the latest."""
+    path = folder / f"step-{state.step:06d}"
+    temporary = folder / f"{path.name}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    write_tensors(temporary / "weights.safetensors", {name: value.detach().cpu().contiguous() for name, value in draft.state_dict().items()}, {"shape": json.dumps(draft.shape.as_dict())})
+    write_tensors(temporary / "optimizer.safetensors", _optimizer_tensors(draft, optimizer))
+    write_json(temporary / "state.json", asdict(state))
+    shutil.rmtree(path, ignore_errors=True)
+    temporary.replace(path)
+    fsync_folder(folder)
+    complete = sorted(folder.glob("step-??????"))
+    for old in complete[:-KEPT]:
+        if old.name != f"step-{state.best_step:06d}":
+            shutil.rmtree(old)
+    return path
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest checkpoint; what a dead process left half-written bears another name."""
+    for leftover in folder.glob("*.tmp"):
+        shutil.rmtree(leftover)
+    return max(folder.glob("step-??????"), default=None)
+
+
+def load(path: Path, draft: Draft, optimizer: torch.optim.Optimizer) -> TrainState:
+    """Puts weights and moments back, exactly."""
+    draft.load_state_dict(load_file(path / "weights.safetensors"))
+    tensors = load_file(path / "optimizer.safetensors")
+    for name, parameter in draft.named_parameters():
+        optimizer.state[parameter] = {key: tensors[f"{key}.{name}"].to(parameter.device if key != "step" else "cpu") for key in ("step", "exp_avg", "exp_avg_sq")}
+    return TrainState(**read_json(path / "state.json"))
+
+
+def load_draft(path: Path) -> Draft:
+    """A draft from a checkpoint folder, float32 on the CPU."""
+    from safetensors import safe_open
+
+    with safe_open(path / "weights.safetensors", "pt") as file:
+        shape = DraftShape(**json.loads(file.metadata()["shape"]))
+    draft = Draft(shape)
+    draft.load_state_dict(load_file(path / "weights.safetensors"))
+    return draft.eval()
+
+
+def _optimizer_tensors(draft: Draft, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    tensors: dict[str, Any] = {}
+    for name, parameter in draft.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            tensors[f"{key}.{name}"] = value.detach().cpu().contiguous()
+    return tensors

@@ -1,0 +1,165 @@
+"""The training loop: measure and save, read rows, forward, backward, step, in this order, visibly.
+
+In: features, vocabulary, target head. Out: checkpoints and log.jsonl (a line an optimiser step).
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from eyas.config import TrainSection
+from eyas.draft.model import Draft
+from eyas.errors import UserError
+from eyas.evaluate.simulate import nothing, simulate
+from eyas.features.reader import FeatureReader
+from eyas.features.shard import FeatureRow
+from eyas.progress import Reporter
+from eyas.train import checkpoint
+from eyas.train.batch import Batch, countable_steps, make_batch
+from eyas.train.checkpoint import TrainState
+from eyas.train.loss import LossSums, Teacher, draft_loss
+from eyas.train.optim import learning_rate, make_optimizer
+from eyas.train.sampler import epoch_steps, pack
+from eyas.train.unroll import unroll
+
+
+@dataclass(frozen=True)
+class Materials:
+    """All that training reads. embedding [V, D] and teacher in the compute dtype on the device; ids int64 [Vd] the draft vocabulary."""
+
+    reader: FeatureReader
+    train_keys: Sequence[str]
+    holdout_keys: Sequence[str]
+    embedding: torch.Tensor
+    teacher: Teacher
+    ids: torch.Tensor
+    dtype: torch.dtype
+    device: torch.device
+
+
+def train(draft: Draft, materials: Materials, section: TrainSection, seed: int, folder: Path, reporter: Reporter) -> TrainState:
+    """Trains to the end of the schedule, from the newest checkpoint in `folder` if there is one."""
+    epochs = [epoch_steps(materials.train_keys, materials.reader.lengths, section.tokens_per_step, section.tokens_per_batch, seed, epoch) for epoch in range(section.epochs)]
+    schedule = [(epoch, step) for epoch, steps in enumerate(epochs) for step in steps]
+    optimizer = make_optimizer(draft, section)
+    state = TrainState(0, 0, None)
+    if newest := checkpoint.latest(folder / "checkpoints"):
+        state = checkpoint.load(newest, draft, optimizer)
+        reporter.say(f"train: going on from step {state.step} of {len(schedule)}")
+    log = StepLog(folder / "log.jsonl", state.step)
+    tokens_of = [sum(materials.reader.lengths[key] for batch in step for key in batch) for _, step in schedule]
+    with reporter.task(folder, "train", sum(tokens_of), "tokens") as task, StopAtStep() as stop:
+        task.skip(sum(tokens_of[: state.step]))
+        while state.step < len(schedule):
+            began = time.monotonic()
+            epoch, keys = schedule[state.step]
+            rate = learning_rate(section, state.step, len(schedule))
+            sums, grad_norm = optimizer_step(draft, optimizer, materials, section, keys, rate)
+            state = TrainState(state.step + 1, state.best_step, state.best_acceptance)
+            loss = float(sum(section.step_weight**k * ce for k, ce in enumerate(sums.cross_entropy.tolist())) / sums.rows[0])
+            if not loss < float("inf"):
+                raise UserError(f"The loss became {loss} at step {state.step}. Lower train.lr or train.grad_clip; `eyas train` then begins anew.")
+            log.add(
+                step=state.step, epoch=epoch, lr=rate, loss=loss, grad_norm=grad_norm,
+                cross_entropy=(sums.cross_entropy / sums.rows).tolist(), agreement=(sums.agreed / sums.rows).tolist(), seconds=time.monotonic() - began,
+            )  # fmt: skip
+            task.advance(tokens_of[state.step - 1], f"step {state.step}/{len(schedule)}, loss {loss:.3f}, agreement {sums.agreed[0] / sums.rows[0]:.1%}")
+            if state.step % section.checkpoint_every == 0 or state.step == len(schedule) or stop.asked:
+                state = measure_and_save(draft, optimizer, materials, section, state, folder, reporter)
+            if stop.asked:
+                raise KeyboardInterrupt
+    return state
+
+
+def optimizer_step(draft: Draft, optimizer: torch.optim.Optimizer, materials: Materials, section: TrainSection, keys: list[list[str]], rate: float) -> tuple[LossSums, float]:
+    """One step of AdamW over the batches `keys`; returns the loss sums and the norm of the gradient before clipping."""
+    rows = [[materials.reader.row(key) for key in batch] for batch in keys]
+    # Counted before any backward: each batch is divided by what the whole step holds.
+    denominator = float(sum((countable_steps(row.supervised, 1) > 0).sum().item() for batch in rows for row in batch))
+    optimizer.zero_grad(set_to_none=True)
+    total: LossSums | None = None
+    for batch_rows in rows:
+        batch = make_batch(batch_rows, section.unroll_steps, materials.dtype).to(materials.device)
+        loss, sums = batch_loss(draft, materials, batch, section, denominator)
+        loss.backward()
+        total = sums if total is None else total + sums
+    assert total is not None
+    grad_norm = float(torch.nn.utils.clip_grad_norm_(draft.parameters(), section.grad_clip))
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    return total, grad_norm
+
+
+def batch_loss(draft: Draft, materials: Materials, batch: Batch, section: TrainSection, denominator: float) -> tuple[torch.Tensor, LossSums]:
+    steps = unroll(draft, materials.embedding, batch, section.unroll_steps)
+    return draft_loss(steps, draft.lm_head.weight, materials.teacher, batch, section.step_weight, denominator)
+
+
+def measure_and_save(draft: Draft, optimizer: torch.optim.Optimizer, materials: Materials, section: TrainSection, state: TrainState, folder: Path, reporter: Reporter) -> TrainState:
+    """The held-out acceptance decides which checkpoint is the best: a falling loss does not promise a longer acceptance."""
+    acceptance = holdout_acceptance(draft, materials, section)
+    if acceptance is None or state.best_acceptance is None or acceptance > state.best_acceptance:
+        state = TrainState(state.step, state.step, acceptance)
+    checkpoint.save(folder / "checkpoints", draft, optimizer, state)
+    shown = "no held-out rows" if acceptance is None else f"simulated acceptance length {acceptance:.3f} on held-out rows (K = {section.unroll_steps}, best {state.best_acceptance:.3f} at step {state.best_step})"
+    reporter.say(f"train: step {state.step} saved, {shown}")
+    return state
+
+
+def holdout_acceptance(draft: Draft, materials: Materials, section: TrainSection) -> float | None:
+    """Simulated acceptance length over the held-out rows, whose text is the data's own, greedy or not."""
+    total = nothing(section.unroll_steps)
+    for keys in pack(materials.holdout_keys, materials.reader.lengths, section.tokens_per_batch):
+        rows: list[FeatureRow] = [materials.reader.row(key) for key in keys]
+        batch = make_batch(rows, section.unroll_steps, materials.dtype).to(materials.device)
+        for acceptance in simulate(draft, materials.embedding, materials.ids, batch, section.unroll_steps):
+            total = total + acceptance
+    return total.length
+
+
+class StepLog:
+    """log.jsonl: a line an optimiser step. Lines behind the step that training goes on from are dropped: those steps will be done again."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path = path
+        lines = path.read_bytes().splitlines()[:step] if path.exists() else []
+        path.write_bytes(b"".join(line + b"\n" for line in lines))
+
+    def add(self, **values: Any) -> None:
+        with open(self.path, "a") as file:
+            file.write(json.dumps(values) + "\n")
+
+
+class StopAtStep:
+    """Turns the first Ctrl-C or SIGTERM into a stop after the current step, with a checkpoint; a second one ends at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopAtStep:
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.before[number] = signal.signal(number, self._ask)
+        except ValueError:
+            pass  # not in the main thread: whoever started this one decides about signals
+        return self
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def __exit__(self, *unused: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,72 @@
+"""The stage `train`: features and vocabulary -> checkpoints of the draft in train/checkpoints/, the best named in the manifest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from eyas.artifact import hash_file, read_manifest
+from eyas.config import RunConfig
+from eyas.draft.init import new_draft
+from eyas.draft.shape import DraftShape, draft_shape
+from eyas.errors import UserError
+from eyas.features.reader import FeatureReader
+from eyas.prepare.run import read_rows
+from eyas.stage import Context, Result
+from eyas.target.embeddings import read_head
+from eyas.target.engine import resolve_device, resolve_dtype
+from eyas.target.spec import TargetSpec
+from eyas.train.loop import Materials, train
+from eyas.train.loss import Teacher
+from eyas.vocab.run import draft_vocab_size, read_ids
+
+
+def shape_of(config: RunConfig, spec: TargetSpec) -> DraftShape:
+    return draft_shape(config.draft, spec, draft_vocab_size(config, spec), config.features.layers or spec.default_layers)
+
+
+def settings(config: RunConfig, spec: TargetSpec) -> dict[str, Any]:
+    section = config.train.model_dump(exclude={"tokens_per_batch", "checkpoint_every", "dtype"})
+    return {
+        "draft": {**shape_of(config, spec).as_dict(), "init_head": config.draft.init_head},
+        "train": {**section, "dtype": str(resolve_dtype(config.train.dtype, resolve_device(config.target.device)))},
+        "run": {"seed": config.run.seed},
+    }
+
+
+def work(context: Context) -> Result:
+    config, spec, folder = context.config, context.spec, context.folder
+    device = resolve_device(config.target.device)
+    dtype = resolve_dtype(config.train.dtype, device)
+    rows = read_rows(context.run_folder / "prepare")
+    reader = FeatureReader(context.run_folder / "features")
+    reader.require(row.key for row in rows)
+    ids = read_ids(context.run_folder / "vocab")
+    head = read_head(spec)
+    draft = new_draft(shape_of(config, spec), config.run.seed, ids, head if config.draft.init_head == "target" else None).to(device)
+    num_parameters = sum(parameter.numel() for parameter in draft.parameters())
+    context.reporter.say(f"train: {num_parameters / 1e6:.1f}M parameters, all of them the draft's, {str(dtype).removeprefix('torch.')} products on {device}")
+    materials = Materials(
+        reader=reader,
+        train_keys=[row.key for row in rows if not row.holdout],
+        holdout_keys=[row.key for row in rows if row.holdout],
+        embedding=head.embedding.to(device, dtype),
+        teacher=Teacher(head, ids, dtype, device),
+        ids=ids.to(device),
+        dtype=dtype,
+        device=device,
+    )
+    state = train(draft, materials, config.train, config.run.seed, folder, context.reporter)
+    best = folder / "checkpoints" / f"step-{state.best_step:06d}"
+    counts = {"steps": state.step, "parameters": num_parameters, "best_step": state.best_step, "holdout_acceptance_length": state.best_acceptance, "holdout_draft_tokens": config.train.unroll_steps}
+    return Result(counts, content=hash_file(best / "weights.safetensors"))
+
+
+def best_checkpoint(folder: Path) -> Path:
+    """The checkpoint that a finished train/ folder names as its best. Raises UserError if it is gone."""
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    path = folder / "checkpoints" / f"step-{manifest.counts['best_step']:06d}"
+    if not path.is_dir():
+        raise UserError(f"{path}, the best checkpoint, is gone. Delete {folder / 'manifest.json'} and run `eyas train` again.")
+    return path

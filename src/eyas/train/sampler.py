@@ -1,0 +1,33 @@
+"""The order of training rows: a pure function of the rows' keys and lengths, the seed and the epoch.
+
+Out: a list of optimiser steps, each a list of batches, each a list of row keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import xxhash
+
+
+def epoch_order(keys: Sequence[str], seed: int, epoch: int) -> list[str]:
+    """Shuffled by a hash of (seed, epoch, key), so that adding a row moves no other."""
+    return sorted(keys, key=lambda key: (xxhash.xxh3_64_intdigest(f"{seed} {epoch} {key}".encode()), key))
+
+
+def pack(keys: Sequence[str], lengths: Mapping[str, int], capacity: int) -> list[list[str]]:
+    """Whole rows in order, as many a pack as fit into `capacity` tokens; a longer row is a pack alone."""
+    packs: list[list[str]] = []
+    room = 0
+    for key in keys:
+        if lengths[key] > room or not packs:
+            packs.append([])
+            room = capacity
+        packs[-1].append(key)
+        room -= lengths[key]
+    return packs
+
+
+def epoch_steps(keys: Sequence[str], lengths: Mapping[str, int], tokens_per_step: int, tokens_per_batch: int, seed: int, epoch: int) -> list[list[list[str]]]:
+    steps = pack(epoch_order(keys, seed, epoch), lengths, tokens_per_step)
+    return [pack(step, lengths, min(tokens_per_step, tokens_per_batch)) for step in steps]

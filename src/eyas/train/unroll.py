@@ -1,0 +1,53 @@
+"""K draft steps over a batch, as they will happen when serving. The second of the two places that shift.
+
+    row i = 1       reads                      embedding of       rope   predicts        teacher
+    step 0          fused aux of position 1    x2 = next_T[1]     1      x3 = label_T[1]   last of position 2
+    step 1          its own hidden of step 0   x3 = next_T[2]     2      x4 = label_T[2]   last of position 3
+    step k          its own hidden of k - 1    next_T[i + k]      i + k  label_T[i + k]    last of position i + k + 1
+
+Legend: T positions of the pack, R rows, D hidden width, k step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from eyas.draft.attention import unrolled_attention
+from eyas.draft.model import Draft
+from eyas.train.batch import Batch
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """hidden_RD: what the head reads. at_R: i + k, the position whose label this step predicts. counts_R: whether the row counts at this step."""
+
+    hidden_RD: torch.Tensor
+    at_R: torch.Tensor
+    counts_R: torch.Tensor
+
+
+def unroll(draft: Draft, embedding: torch.Tensor, batch: Batch, num_steps: int) -> list[StepOutput]:
+    """embedding [V, D] is the target's, in the compute dtype. Keys and values of step 0 are computed for all positions, the rest for rows alone."""
+    layer = draft.midlayer
+    x_TE, residual_TD = layer.read(F.embedding(batch.next_T, embedding), draft.fuse(batch.aux))
+    keys_TGd, values_TGd = layer.keys_values(x_TE, draft.rope(batch.positions_T))
+    x_RE, residual_RD = x_TE[batch.rows_R], residual_TD[batch.rows_R]
+    own_keys: list[torch.Tensor] = []
+    own_values: list[torch.Tensor] = []
+    steps = []
+    for k in range(num_steps):
+        # A row near its document's end may point behind it; it does not count there, and the clamp only keeps the index legal.
+        at_R = (batch.rows_R + k).clamp(max=batch.num_tokens - 1)
+        cos_sin = draft.rope(batch.positions_T[batch.rows_R] + k)
+        if k > 0:
+            x_RE, residual_RD = layer.read(F.embedding(batch.next_T[at_R], embedding), next_RD)
+            own_key, own_value = layer.keys_values(x_RE, cos_sin)
+            own_keys.append(own_key)
+            own_values.append(own_value)
+        attended_RHd = unrolled_attention(layer.queries(x_RE, cos_sin), keys_TGd, values_TGd, own_keys, own_values, batch.rows_R, batch.documents)
+        normed_RD, next_RD = draft.outputs(layer.finish(attended_RHd, residual_RD))
+        steps.append(StepOutput(normed_RD, at_R, batch.num_steps_R > k))
+    return steps

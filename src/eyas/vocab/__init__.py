@@ -1,0 +1,1 @@
+"""The draft's vocabulary: which target tokens it can say."""
