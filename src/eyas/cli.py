@@ -71,8 +71,10 @@ def _run(run_file: Path, overrides: list[str] | None, act: Callable[[Any], None]
     def work() -> None:
         config = load(run_file, overrides or [])
         from eyas.pipeline import Run  # torch and transformers take seconds to import; a misspelt key should not
+        from eyas.target.engine import keep_freed_memory
 
         _quiet_libraries()
+        keep_freed_memory()
         act(Run(config))
 
     guarded(work)

@@ -1,10 +1,12 @@
 """The two attentions of the draft: unrolled over K steps for training, and with a cache for drafting.
 
-Legend: T positions of the pack, R rows (positions whose outputs are wanted), H query heads, G key-value heads, d head width, k step.
+Legend: T positions of the pack, L of one document, R rows (positions whose outputs are wanted), C of one document,
+H query heads, G key-value heads, h query heads of one key-value head, d head width, k step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +24,8 @@ class Document:
 
 def unrolled_attention(
     q_RHd: torch.Tensor,
-    keys_TGd: torch.Tensor,
-    values_TGd: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
     own_keys: list[torch.Tensor],
     own_values: list[torch.Tensor],
     rows_R: torch.Tensor,
@@ -31,32 +33,37 @@ def unrolled_attention(
 ) -> torch.Tensor:
     """Attention of step k = len(own_keys); returns [R, H, d].
 
-    The row at position i sees the step-0 keys of positions <= i of its document, and its own keys of steps 1..k, one [R, G, d] a step.
+    keys, values: step 0's, one [L, G, d] a document. The row at position i sees those of positions <= i of its document, and its own keys of
+    steps 1..k, one [R, G, d] a step.
     One softmax over both is exact; nothing is approximated.
     """
-    groups, width = keys_TGd.shape[1], keys_TGd.shape[2]
+    groups, width = keys[0].shape[1], keys[0].shape[2]
     repeat = q_RHd.shape[1] // groups
-    q_GRhd = q_RHd.view(len(q_RHd), groups, repeat, width).transpose(0, 1)
-    own_scores_GRhk = [(q_GRhd * key_RGd.transpose(0, 1).unsqueeze(2)).sum(-1, keepdim=True) for key_RGd in own_keys]
-    outputs = []
-    for doc in documents:
-        if doc.row_start == doc.row_end:
+    q_GRhd = q_RHd.view(len(q_RHd), groups, repeat, width).transpose(0, 1) * width**-0.5
+    own_GRhk = q_GRhd.new_empty(*q_GRhd.shape[:3], 0)
+    if own_keys:
+        own_GRhk = torch.cat([(q_GRhd * key_RGd.transpose(0, 1).unsqueeze(2)).sum(-1, keepdim=True) for key_RGd in own_keys], dim=-1)
+    # Split once rather than sliced in the loop: the gradient of a slice is a whole tensor of zeros.
+    row_counts = [doc.row_end - doc.row_start for doc in documents]
+    mixed_parts, weight_parts = [], []
+    parts = zip(documents, keys, values, q_GRhd.split(row_counts, 1), own_GRhk.split(row_counts, 1), rows_R.split(row_counts), strict=True)
+    for doc, keys_LGd, values_LGd, q_GCd, own_GCk, at_C in parts:
+        num_rows = len(at_C)
+        if num_rows == 0:
             continue
-        here = slice(doc.row_start, doc.row_end)
-        num_rows = doc.row_end - doc.row_start
-        keys_GdL = keys_TGd[doc.start : doc.end].permute(1, 2, 0)
-        hidden_RL = torch.arange(doc.start, doc.end, device=rows_R.device) > rows_R[here, None]
-        scores_GRhL = (q_GRhd[:, here].reshape(groups, num_rows * repeat, width) @ keys_GdL).view(groups, num_rows, repeat, -1)
+        hidden_CL = torch.arange(doc.start, doc.end, device=at_C.device) > at_C[:, None]
+        scores_GChL = (q_GCd.reshape(groups, num_rows * repeat, width) @ keys_LGd.permute(1, 2, 0)).view(groups, num_rows, repeat, -1)
+        scores_GChL = scores_GChL.masked_fill(hidden_CL[None, :, None], float("-inf"))
         # float32: a bf16 softmax over a long document loses the tail
-        scores_GRhL = scores_GRhL.float().masked_fill(hidden_RL[None, :, None], float("-inf"))
-        scores = torch.cat([scores_GRhL, *(own[:, here].float() for own in own_scores_GRhk)], dim=-1) * width**-0.5
-        weights = scores.softmax(-1).to(q_RHd.dtype)
-        length = doc.end - doc.start
-        mixed = (weights[..., :length].reshape(groups, num_rows * repeat, length) @ values_TGd[doc.start : doc.end].transpose(0, 1)).view(groups, num_rows, repeat, width)
-        for step, value_RGd in enumerate(own_values):
-            mixed = mixed + weights[..., length + step, None] * value_RGd[here].transpose(0, 1).unsqueeze(2)
-        outputs.append(mixed)
-    return torch.cat(outputs, dim=1).transpose(0, 1).reshape(q_RHd.shape)
+        weights = torch.cat((scores_GChL, own_GCk), dim=-1).softmax(-1, dtype=torch.float32).to(q_RHd.dtype)
+        to_keys, to_own = weights.split([doc.end - doc.start, len(own_keys)], dim=-1)
+        mixed_parts.append((to_keys.reshape(groups, num_rows * repeat, -1) @ values_LGd.transpose(0, 1)).view(groups, num_rows, repeat, width))
+        weight_parts.append(to_own)
+    mixed_GRhd = torch.cat(mixed_parts, dim=1)
+    if own_values:
+        for weight_GRh, value_RGd in zip(torch.cat(weight_parts, dim=1).unbind(-1), own_values, strict=True):
+            mixed_GRhd = mixed_GRhd + weight_GRh.unsqueeze(-1) * value_RGd.transpose(0, 1).unsqueeze(2)
+    return mixed_GRhd.transpose(0, 1).reshape(q_RHd.shape)
 
 
 def cached_attention(q_RHd: torch.Tensor, keys_TGd: torch.Tensor, values_TGd: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ Legend: T tokens of a row, L captured layers, D hidden width.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -14,6 +15,8 @@ import torch
 from eyas.config import RunConfig
 from eyas.errors import UserError
 from eyas.target.spec import TargetSpec
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,18 @@ class TargetEngine(Protocol):
         """The target's own log-probability of each token but the first, float32 [T - 1]; the independent side of the proof of capture."""
 
 
+def keep_freed_memory() -> None:
+    """Lets the C library keep freed blocks for the next tensor instead of giving them back to the system, whose fresh pages cost more than the
+    arithmetic on them: a training step on the CPU is about 1.3 times as fast. glibc only; elsewhere nothing happens.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return
+    mallopt(M_MMAP_THRESHOLD, 1 << 30)
+    mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
 def resolve_device(device: str) -> torch.device:
     """Raises UserError for a device that is not there."""
     if device == "auto":
@@ -61,9 +76,14 @@ def resolve_device(device: str) -> torch.device:
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16 where the hardware multiplies it fast: on a GPU, and on a CPU with AMX tiles (4 times float32 there), else float32."""
     if dtype == "auto":
-        fast = device.type == "cuda" or bool(torch.cpu.get_capabilities().get("amx_bf16"))
+        fast = device.type == "cuda" or _has_amx()
         return torch.bfloat16 if fast else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+
+
+def _has_amx() -> bool:
+    capabilities = getattr(torch.cpu, "get_capabilities", None)  # torch 2.13 and newer
+    return bool(capabilities and capabilities().get("amx_bf16"))
 
 
 def open_engine(config: RunConfig, spec: TargetSpec, dtype: torch.dtype | None = None) -> TargetEngine:

@@ -36,8 +36,9 @@ class TargetSpec:
 
     @property
     def default_layers(self) -> list[int]:
-        """The aux layers that EAGLE-3 feeds to the draft (arXiv 2503.01840): early, middle, late."""
-        return [2, self.num_layers // 2, self.num_layers - 3]
+        """The aux layers that EAGLE-3 feeds to the draft (arXiv 2503.01840): early, middle, late; closer to the ends where there are few layers."""
+        margin = min(2, max(0, (self.num_layers - 2) // 3))
+        return [margin, self.num_layers // 2, self.num_layers - margin - (self.num_layers >= 8)]
 
 
 def read_spec(path: Path) -> TargetSpec:

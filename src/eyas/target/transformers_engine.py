@@ -5,6 +5,7 @@ Legend: B rows of a batch, T tokens of a row, L captured layers, D hidden width,
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -26,6 +27,8 @@ class TransformersEngine:
             first = str(error).strip().splitlines()[0]
             raise UserError(f"transformers cannot load {spec.path}: {first}. Mend the folder, or set target.trust_remote_code = true if the model brings code that you trust.") from error
         self.model.to(device).eval().requires_grad_(False)
+        # transformers 5.24 renamed the argument; both names must work, as each user has another release.
+        self.cache_argument = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
 
     @torch.inference_mode()
     def capture(self, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> list[torch.Tensor]:
@@ -72,7 +75,7 @@ class TransformersEngine:
     def step(self, ids: Sequence[int], cache: DynamicCache) -> torch.Tensor:
         """Feeds `ids` behind what `cache` holds, which grows by them; returns logits [len(ids), V] in float32."""
         ids_1T = torch.as_tensor(ids, device=self.device)[None]
-        return self.model(input_ids=ids_1T, past_key_values=cache, use_cache=True).logits[0].float()
+        return self.model(input_ids=ids_1T, use_cache=True, **{self.cache_argument: cache}).logits[0].float()
 
     def new_cache(self) -> DynamicCache:
         return DynamicCache(config=self.model.config)

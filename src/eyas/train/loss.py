@@ -83,7 +83,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 continue
             needed, where = torch.unique(torch.cat([positions[k][part] for k, part in parts]), return_inverse=True)
             teacher_p = teacher.probabilities(last_TD[needed])
-            best = teacher_p.argmax(-1)
+            best = teacher_p.max(-1).indices
             begin = 0
             for k, part in parts:
                 index = where[begin : begin + part.stop - part.start]
@@ -91,11 +91,11 @@ class _ChunkedLoss(torch.autograd.Function):
                 logits = (rows[k][part] @ head.T).float()
                 log_q = logits.log_softmax(-1)
                 p = teacher_p[index]
-                cross_entropy = -(p * log_q).sum()
+                cross_entropy = -torch.dot(p.view(-1), log_q.view(-1))
                 loss += weights[k] * cross_entropy
                 sums[0, k] += part.stop - part.start
                 sums[1, k] += cross_entropy.item()
-                sums[2, k] += (log_q.argmax(-1) == best[index]).sum().item()
+                sums[2, k] += (log_q.max(-1).indices == best[index]).sum().item()
                 grad_logits = log_q.exp_().sub_(p).mul_(weights[k]).to(head.dtype)
                 grad_rows[k][part] = grad_logits @ head
                 grad_head += grad_logits.T @ rows[k][part]

@@ -34,6 +34,8 @@ def unroll(draft: Draft, embedding: torch.Tensor, batch: Batch, num_steps: int) 
     layer = draft.midlayer
     x_TE, residual_TD = layer.read(F.embedding(batch.next_T, embedding), draft.fuse(batch.aux))
     keys_TGd, values_TGd = layer.keys_values(x_TE, draft.rope(batch.positions_T))
+    lengths = [doc.end - doc.start for doc in batch.documents]
+    keys, values = keys_TGd.split(lengths), values_TGd.split(lengths)
     x_RE, residual_RD = x_TE[batch.rows_R], residual_TD[batch.rows_R]
     own_keys: list[torch.Tensor] = []
     own_values: list[torch.Tensor] = []
@@ -47,7 +49,7 @@ def unroll(draft: Draft, embedding: torch.Tensor, batch: Batch, num_steps: int) 
             own_key, own_value = layer.keys_values(x_RE, cos_sin)
             own_keys.append(own_key)
             own_values.append(own_value)
-        attended_RHd = unrolled_attention(layer.queries(x_RE, cos_sin), keys_TGd, values_TGd, own_keys, own_values, batch.rows_R, batch.documents)
+        attended_RHd = unrolled_attention(layer.queries(x_RE, cos_sin), keys, values, own_keys, own_values, batch.rows_R, batch.documents)
         normed_RD, next_RD = draft.outputs(layer.finish(attended_RHd, residual_RD))
         steps.append(StepOutput(normed_RD, at_R, batch.num_steps_R > k))
     return steps

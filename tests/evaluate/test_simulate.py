@@ -1,0 +1,158 @@
+"""Rounds as they are served: only leading matches count, and each round starts where the last one left the text.
+
+Legend: R rows, K steps.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from draft_helpers import random_draft, random_head, random_ids, random_row, small_shape
+
+from eyas.evaluate.simulate import Acceptance, nothing, one_round, simulate, simulate_rounds
+from eyas.train.batch import countable_steps, make_batch
+
+
+def rounds(matches: list[list[int]], num_steps: list[int], positions: list[int]) -> Acceptance:
+    return simulate_rounds(torch.tensor(matches, dtype=torch.bool), torch.tensor(num_steps), torch.tensor(positions))
+
+
+def walk(supervised: list[bool], matches: dict[int, list[bool]], num_draft_tokens: int) -> Acceptance:
+    """Serves each answer from its first token, walking over the text one token at a time.
+
+    matches[i][k]: whether the draft begun at position i says x[i+2+k] when all before it is the text's.
+    """
+    count, drafted, accepted = 0, [0] * num_draft_tokens, [0] * num_draft_tokens
+    position = 0
+    while position < len(supervised):
+        if not supervised[position]:
+            position += 1
+            continue
+        known = position  # the target itself gives the answer's first token
+        while known + 1 < len(supervised) and supervised[known + 1]:
+            count += 1
+            row, arrived = known - 1, 0
+            for k in range(num_draft_tokens):
+                following = known + 1 + arrived
+                if following >= len(supervised) or not supervised[following]:
+                    break
+                drafted[k] += 1
+                if not matches[row][k]:
+                    break
+                accepted[k] += 1
+                arrived += 1
+            known += arrived
+            if known + 1 < len(supervised) and supervised[known + 1]:
+                known += 1  # the token that the target adds
+        position = known + 1
+    return Acceptance(count, tuple(drafted), tuple(accepted))
+
+
+def test_the_worked_example_of_the_docstring_holds() -> None:
+    """x5 is known, x9 the last; row 4 drafts x6 right and x7 wrong, row 6 drafts x8 and x9 right. What rows 5 and 7 would say is never asked."""
+    for rows_between in ([0, 0], [1, 1]):
+        found = rounds([[1, 0], rows_between, [1, 1], [rows_between[0], 0]], [2, 2, 2, 1], [4, 5, 6, 7])
+        assert found == Acceptance(2, (2, 2), (2, 1))
+        assert found.length == 1 + 3 / 2
+
+
+@pytest.mark.parametrize(
+    ("matches", "accepted", "drafted"),
+    [
+        ([1, 0, 1, 0], (1, 0, 0, 0), (1, 1, 0, 0)),
+        ([1, 1, 0, 1], (1, 1, 0, 0), (1, 1, 1, 0)),
+        ([0, 1, 1, 1], (0, 0, 0, 0), (1, 0, 0, 0)),
+        ([1, 1, 1, 1], (1, 1, 1, 1), (1, 1, 1, 1)),
+    ],
+)
+def test_only_leading_matches_are_accepted(matches: list[int], accepted: tuple[int, ...], drafted: tuple[int, ...]) -> None:
+    found = rounds([matches], [4], [0])
+    assert found == Acceptance(1, drafted, accepted)
+    assert found.length == 1 + sum(accepted)
+    assert found == one_round(sum(accepted), 4, 4)
+
+
+def test_conditional_and_cumulative_rates_are_kept_apart() -> None:
+    total = nothing(3) + one_round(3, 3, 3) + one_round(1, 3, 3) + one_round(1, 3, 3) + one_round(0, 3, 3)
+    assert total.per_position == [3 / 4, 1 / 3, 1 / 1]
+    assert total.survival == [3 / 4, 1 / 4, 1 / 4]
+    assert total.length == 1 + sum(rate for rate in total.survival if rate is not None) == 2.25
+    product = 1.0
+    for conditional, cumulative in zip(total.per_position, total.survival, strict=True):
+        assert conditional is not None
+        product *= conditional
+        assert product == pytest.approx(cumulative)
+
+
+def test_no_round_gives_no_rate_instead_of_a_false_one() -> None:
+    assert (nothing(2).length, nothing(2).per_position, nothing(2).survival) == (None, [None, None], [None, None])
+    assert one_round(0, 2, 2).per_position == [0.0, None]
+
+
+def test_a_draft_is_not_blamed_for_tokens_behind_the_end_of_the_text() -> None:
+    """Two tokens were still to come and both were right: the third place of the draft was up for no comparison."""
+    found = rounds([[1, 1, 0]], [2], [0])
+    assert found == Acceptance(1, (1, 1, 0), (1, 1, 0))
+    assert found.per_position == [1.0, 1.0, None]
+
+
+def test_a_match_behind_the_end_of_the_text_is_not_counted() -> None:
+    assert rounds([[1, 1, 1]], [1], [0]) == Acceptance(1, (1, 0, 0), (1, 0, 0))
+
+
+def test_each_turn_begins_with_a_round_of_its_own() -> None:
+    """Rows 0 to 1 and 3 to 4: a draft that would reach over the gap ends at its turn's end."""
+    found = rounds([[1, 1], [1, 0], [0, 1], [1, 0]], [2, 1, 2, 1], [0, 1, 3, 4])
+    assert found == one_round(2, 2, 2) + one_round(0, 2, 2) + one_round(1, 1, 2)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 5])
+def test_rounds_equal_those_of_walking_over_the_text(num_draft_tokens: int) -> None:
+    generator = random.Random(num_draft_tokens)
+    for _ in range(300):
+        supervised = [generator.random() < 0.8 for _ in range(generator.randint(1, 40))]
+        supervised[0] = False  # a text begins with its prompt
+        rate = generator.random()
+        drawn = {i: [generator.random() < rate for _ in range(num_draft_tokens)] for i in range(len(supervised))}
+        steps = countable_steps(torch.tensor(supervised), num_draft_tokens).tolist()
+        positions = [i for i, count in enumerate(steps) if count > 0]
+        wanted = walk(supervised, drawn, num_draft_tokens)
+        if not positions:
+            assert wanted.rounds == 0
+            continue
+        # As simulate() hands them over: a step that does not count is never a match.
+        matches = [[int(drawn[i][k] and k < steps[i]) for k in range(num_draft_tokens)] for i in positions]
+        found = rounds(matches, [steps[i] for i in positions], positions)
+        assert found == wanted, (supervised, drawn)
+
+
+def test_every_token_of_an_answer_but_the_first_comes_from_a_round() -> None:
+    """Served rounds write the whole text: a round gives its matches and the target's own token, except where the text ends before that."""
+    generator = random.Random(9)
+    for _ in range(100):
+        length = generator.randint(2, 30)
+        steps = countable_steps(torch.tensor([False, *[True] * length]), 3)
+        rows = int((steps > 0).sum())
+        matches = [[int(generator.random() < 0.7 and k < steps[i]) for k in range(3)] for i in range(rows)]
+        found = rounds(matches, steps[:rows].tolist(), list(range(rows)))
+        assert length - 1 <= found.rounds + sum(found.accepted) <= length
+
+
+def test_a_true_token_outside_the_draft_vocabulary_is_a_rejection() -> None:
+    draft, head, ids = random_draft(small_shape()), random_head(), random_ids()
+    row = random_row("." + "s" * 30, 5)
+    outside = torch.tensor([token for token in range(40) if token not in set(ids.tolist())])
+    row.tokens[1:] = outside[row.tokens[1:].long() % len(outside)].int()
+    (found,) = simulate(draft, head.embedding, ids, make_batch([row], 3, torch.float32), 3)
+    assert found == Acceptance(29, (29, 0, 0), (0, 0, 0))
+
+
+def test_documents_of_a_batch_are_simulated_apart() -> None:
+    draft, head, ids = random_draft(small_shape()), random_head(), random_ids()
+    rows = [random_row(mask, seed) for seed, mask in enumerate([".sssssss", "...", "..ssss.sssss", "s"])]
+    packed = simulate(draft, head.embedding, ids, make_batch(rows, 3, torch.float32), 3)
+    alone = [simulate(draft, head.embedding, ids, make_batch([row], 3, torch.float32), 3)[0] for row in rows]
+    assert packed == alone
+    assert [acceptance.rounds > 0 for acceptance in packed] == [True, False, True, False]

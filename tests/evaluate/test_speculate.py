@@ -1,0 +1,174 @@
+"""Speculative against plain decoding, token for token, and simulated against measured acceptance, count for count.
+
+Two drafts over the tiny target: one of random weights, nearly always wrong, and one taught the target's own greedy answers, often right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from draft_helpers import random_draft
+
+from eyas.config import DraftSection, TrainSection
+from eyas.draft.init import new_draft
+from eyas.draft.model import Draft
+from eyas.draft.shape import draft_shape
+from eyas.evaluate.run import _simulated
+from eyas.evaluate.simulate import Acceptance, nothing
+from eyas.evaluate.speculate import plain_decode, speculative_decode
+from eyas.features.shard import FeatureRow
+from eyas.target.embeddings import read_head
+from eyas.target.spec import read_spec
+from eyas.target.transformers_engine import TransformersEngine
+from eyas.train.batch import make_batch
+from eyas.train.loss import Teacher, draft_loss
+from eyas.train.optim import make_optimizer
+from eyas.train.unroll import unroll
+
+CPU = torch.device("cpu")
+NO_STOP: frozenset[int] = frozenset()
+PROMPTS = [[1, 50, 60, 70], [1], [5, 200, 17, 17, 90, 3, 44], [300, 301, 302], [120] * 9, [1, 77, 31, 250, 9, 14, 88, 190, 6, 41, 230, 19]]
+LENGTH = 28
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The target, what the draft needs of it, the draft vocabulary, and both drafts by name."""
+
+    engine: TransformersEngine
+    embedding: torch.Tensor
+    ids: torch.Tensor
+    drafts: dict[str, Draft]
+
+    def plain(self, prompt: list[int], stop: frozenset[int], limit: int) -> list[int]:
+        return plain_decode(self.engine, prompt, stop, limit).tokens
+
+    def both(self, name: str, prompt: list[int], stop: frozenset[int], limit: int, num_draft_tokens: int) -> tuple[list[int], Acceptance, Acceptance]:
+        """-> speculative tokens, measured acceptance, simulated acceptance."""
+        draft = self.drafts[name]
+        decoded = speculative_decode(self.engine, draft, self.embedding, self.ids, prompt, stop, limit, num_draft_tokens)
+        # What _simulated asks of an exported draft is its draft and its ids, which Setting holds under the same names.
+        exported = type("Exported", (), {"draft": draft, "ids": self.ids})()
+        return decoded.tokens, decoded.acceptance, _simulated(self.engine, exported, self.embedding, prompt, decoded.tokens, num_draft_tokens)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Two threads over a model this small spend their time waiting for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def setting(tiny_target: Path, one_thread: None) -> Setting:
+    spec = read_spec(tiny_target)
+    engine = TransformersEngine(spec, CPU, torch.float32, False)
+    head = read_head(spec)
+    answers = [plain_decode(engine, prompt, NO_STOP, LENGTH).tokens for prompt in PROMPTS]
+    said = sorted({token for answer in answers for token in answer})
+    # Some tokens that the target does say are left out, so that the draft can never say them.
+    ids = torch.tensor(sorted(set(range(0, 320, 2)) | set(said[::3]) | set(said[1::3])))
+    shape = draft_shape(DraftSection(), spec, len(ids), spec.default_layers)
+    good = new_draft(shape, 0, ids, head)
+    teach(good, engine, answers, ids)
+    return Setting(engine, head.embedding, ids, {"random": random_draft(shape), "good": good})
+
+
+def teach(draft: Draft, engine: TransformersEngine, answers: list[list[int]], ids: torch.Tensor, num_steps: int = 60) -> None:
+    """Overfits the draft to the very texts that it will be tried on: here it must be good, not general."""
+    spec, head = engine.spec, read_head(engine.spec)
+    rows = []
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        text = [*prompt, *answer]
+        (states,) = engine.capture([text], [*draft.shape.aux_layers, spec.num_layers])
+        rows.append(FeatureRow("", torch.tensor(text, dtype=torch.int32), torch.arange(len(text)) >= len(prompt), states[:, :3].clone(), states[:, 3].clone()))
+    batch = make_batch(rows, 4, torch.float32)
+    teacher = Teacher(head, ids, torch.float32, CPU)
+    optimizer = make_optimizer(draft, TrainSection(lr=5e-3))
+    for _ in range(num_steps):
+        optimizer.zero_grad(set_to_none=True)
+        draft_loss(unroll(draft, head.embedding, batch, 4), draft.lm_head.weight, teacher, batch, 0.8, float(len(batch.rows_R)))[0].backward()
+        optimizer.step()
+    draft.eval()
+
+
+@pytest.mark.parametrize("name", ["random", "good"])
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 4])
+def test_speculative_decoding_writes_the_tokens_of_plain_decoding_and_is_simulated_exactly(setting: Setting, name: str, num_draft_tokens: int) -> None:
+    measured_sum = simulated_sum = nothing(num_draft_tokens)
+    for prompt in PROMPTS:
+        wanted = setting.plain(prompt, NO_STOP, LENGTH)
+        tokens, measured, simulated = setting.both(name, prompt, NO_STOP, LENGTH, num_draft_tokens)
+        assert tokens == wanted
+        assert simulated == measured
+        measured_sum, simulated_sum = measured_sum + measured, simulated_sum + simulated
+    assert measured_sum == simulated_sum
+    assert measured_sum.length is not None
+    if name == "good":
+        # Accepted often, and refused often: a draft that does only one of them would leave half of the loop untried.
+        assert measured_sum.length > 1.2
+        assert 0 < measured_sum.accepted[-1] < measured_sum.rounds
+
+
+def test_a_good_draft_saves_forwards_of_the_target(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    real = setting.engine.step
+    monkeypatch.setattr(setting.engine, "step", lambda ids, cache: calls.append(len(ids)) or real(ids, cache))
+    prompt = PROMPTS[2]
+    setting.plain(prompt, NO_STOP, LENGTH)
+    plain_calls = len(calls)
+    calls.clear()
+    decoded = speculative_decode(setting.engine, setting.drafts["good"], setting.embedding, setting.ids, prompt, NO_STOP, LENGTH, 3)
+    assert plain_calls == LENGTH
+    assert calls == [len(prompt)] + [4] * decoded.acceptance.rounds
+    assert len(calls) < plain_calls
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 4])
+def test_the_limit_may_fall_anywhere_in_a_draft(setting: Setting, num_draft_tokens: int) -> None:
+    prompt = PROMPTS[0]
+    text = setting.plain(prompt, NO_STOP, LENGTH)
+    inside = 0
+    for limit in range(1, 12):
+        tokens, measured, simulated = setting.both("good", prompt, NO_STOP, limit, num_draft_tokens)
+        assert tokens == text[:limit]
+        assert simulated == measured
+        inside += measured.rounds > 0 and limit - 1 < measured.rounds + sum(measured.accepted)
+        assert measured.rounds + sum(measured.accepted) in (limit - 1, limit) or (limit == 1 and measured.rounds == 0)
+    assert inside or num_draft_tokens < 3, "no limit fell on an accepted draft token"
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 4])
+def test_a_stop_token_may_fall_anywhere_in_a_draft(setting: Setting, num_draft_tokens: int) -> None:
+    """Each token that the target says is made the stop token in turn: known, accepted, refused or added by the target, it ends the text once."""
+    ends = set()
+    for prompt in PROMPTS[:3]:
+        text = setting.plain(prompt, NO_STOP, LENGTH)
+        for place in sorted({text.index(token) for token in text})[:8]:
+            stop = frozenset([text[place]])
+            tokens, measured, simulated = setting.both("good", prompt, stop, LENGTH, num_draft_tokens)
+            assert tokens == setting.plain(prompt, stop, LENGTH) == text[: place + 1]
+            assert simulated == measured
+            ends.add(measured.rounds + sum(measured.accepted) - place)
+    assert ends == {0, 1}, "a stop token must have come as the target's own token as well as inside a draft"
+
+
+def test_an_answer_that_stops_at_once_has_no_round(setting: Setting) -> None:
+    first = setting.plain(PROMPTS[0], NO_STOP, 1)
+    tokens, measured, simulated = setting.both("good", PROMPTS[0], frozenset(first), LENGTH, 3)
+    assert (tokens, measured, simulated) == (first, nothing(3), nothing(3))
+
+
+def test_the_smallest_margin_is_that_of_the_targets_two_best_tokens(setting: Setting) -> None:
+    prompt = PROMPTS[3]
+    decoded = plain_decode(setting.engine, prompt, NO_STOP, 6)
+    logits = setting.engine.model(input_ids=torch.tensor([[*prompt, *decoded.tokens[:-1]]])).logits[0, len(prompt) - 1 :]
+    best = logits.topk(2).values
+    assert decoded.smallest_margin == pytest.approx(float((best[:, 0] - best[:, 1]).min()), rel=1e-3)
+    assert decoded.tokens == logits.argmax(-1).tolist()

@@ -1,0 +1,174 @@
+"""The stage extract: what is stored is what the target computes for that row alone, however rows were batched, stopped and gone on with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import conversation, make_tiny_target, write_run
+from transformers import AutoModelForCausalLM
+
+import eyas.features.run
+from eyas.artifact import read_manifest
+from eyas.config import load
+from eyas.errors import UserError
+from eyas.features.reader import FeatureReader
+from eyas.features.shard import FeatureRow, ShardEntry
+from eyas.pipeline import Run
+from eyas.prepare.run import read_rows
+from eyas.target.spec import read_spec
+from eyas.target.transformers_engine import TransformersEngine
+
+
+@pytest.fixture(scope="module")
+def wide_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """256 wide: 4 KiB of float32 features a token, so that a shard of 1 MiB is full after 256 tokens."""
+    return make_tiny_target(tmp_path_factory.mktemp("wide") / "target", num_layers=4, hidden_size=256)
+
+
+def extract(folder: Path, target: Path, rows: list[dict[str, Any]] | None = None, **features: Any) -> tuple[dict[str, FeatureRow], dict[str, Any], Run]:
+    """(features by key, counts, the run)."""
+    folder.mkdir(exist_ok=True)
+    run = Run(load(write_run(folder, target, rows, features={"shard_mib": 1, **features}), []))
+    run.up_to("extract")
+    manifest = read_manifest(run.folder / "features")
+    assert manifest is not None
+    reader = FeatureReader(run.folder / "features")
+    return {row.key: reader.row(row.key) for row in read_rows(run.folder / "prepare")}, manifest.counts, run
+
+
+def assert_close(a: dict[str, FeatureRow], b: dict[str, FeatureRow], relative: float) -> None:
+    assert a.keys() == b.keys()
+    for key in a:
+        assert torch.equal(a[key].tokens, b[key].tokens) and torch.equal(a[key].supervised, b[key].supervised)
+        for name in ("aux", "last"):
+            mine, other = getattr(a[key], name), getattr(b[key], name)
+            assert (mine - other).norm() <= relative * other.norm(), (key, name)
+
+
+def test_stored_features_are_the_states_that_transformers_gives_for_the_row_alone(tmp_path: Path, tiny_target: Path) -> None:
+    found, _, _ = extract(tmp_path, tiny_target, layers=[0, 3, 5])
+    model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)
+    for row in found.values():
+        with torch.inference_mode():
+            out = model(input_ids=row.tokens[None].long(), output_hidden_states=True)
+            for position, k in enumerate((0, 3, 5)):
+                truth = out.hidden_states[k][0]
+                assert (row.aux[:, position] - truth).norm() <= 1e-6 * truth.norm(), k
+            # Transformers gives layer N after the final norm; Eyas stores it before.
+            logits = model.lm_head(model.model.norm(row.last))
+            assert (logits - out.logits[0]).norm() <= 1e-6 * out.logits[0].norm()
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 300, 100_000])
+def test_features_do_not_depend_on_how_rows_are_batched(tmp_path: Path, tiny_target: Path, batch_tokens: int) -> None:
+    usual, _, _ = extract(tmp_path / "usual", tiny_target)
+    other, _, _ = extract(tmp_path / "other", tiny_target, batch_tokens=batch_tokens)
+    assert_close(other, usual, 1e-6)
+
+
+def test_batches_hold_every_row_once_and_never_more_than_batch_tokens_with_padding(tmp_path: Path, tiny_target: Path) -> None:
+    _, _, run = extract(tmp_path, tiny_target)
+    rows = sorted(read_rows(run.folder / "prepare"), key=lambda row: len(row.tokens))
+    for limit in (1, 60, 200, 10**6):
+        batches = list(eyas.features.run._batches(rows, limit))
+        assert [row.key for batch in batches for row in batch] == [row.key for row in rows]
+        assert all(len(batch) == 1 or len(batch) * len(batch[-1].tokens) <= limit for batch in batches)
+
+
+def test_rows_as_short_as_can_be_are_captured_beside_long_ones(tiny_target: Path) -> None:
+    spec = read_spec(tiny_target)
+    engine = TransformersEngine(spec, torch.device("cpu"), torch.float32, False)
+    rows = [[5], [5, 9], list(range(3, 103))]
+    for alone, batched in zip((engine.capture([row], [0, 3, 6])[0] for row in rows), engine.capture(rows, [0, 3, 6]), strict=True):
+        assert alone.shape == batched.shape
+        assert (alone - batched).norm() <= 1e-6 * alone.norm()
+
+
+def test_a_run_that_dies_inside_goes_on_without_capturing_complete_shards_again(tmp_path: Path, wide_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, counts, _ = extract(tmp_path / "whole", wide_target, batch_tokens=64)
+    assert counts["shards"] >= 3
+    real = eyas.features.run.write_shard
+    written: list[ShardEntry] = []
+
+    def dies_at_the_third(folder: Path, number: int, rows: list[FeatureRow]) -> ShardEntry:
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(real(folder, number, rows))
+        return written[-1]
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(eyas.features.run, "write_shard", dies_at_the_third)
+        extract(tmp_path / "part", wide_target, batch_tokens=64)
+    files = [tmp_path / "part" / "runs" / "run" / "features" / entry.file for entry in written]
+    before = [file.stat() for file in files]
+    done, counts, _ = extract(tmp_path / "part", wide_target, batch_tokens=64)
+    assert [(s.st_ino, s.st_mtime_ns) for s in before] == [(s.st_ino, s.st_mtime_ns) for s in (file.stat() for file in files)]
+    assert counts["rows_captured_now"] == len(whole) - sum(len(entry.keys) for entry in written)
+    assert_close(done, whole, 1e-6)
+
+
+def test_a_shard_that_was_lost_is_captured_again_and_it_alone(tmp_path: Path, wide_target: Path) -> None:
+    before, counts, run = extract(tmp_path, wide_target, batch_tokens=64)
+    assert counts["shards"] >= 3
+    reader = FeatureReader(run.folder / "features")
+    entry = next(entry for entry, _ in reader.places.values() if entry.file == "shard-00001.safetensors")
+    (run.folder / "features" / entry.file).unlink()
+    (run.folder / "features" / "manifest.json").unlink()
+    after, counts, _ = extract(tmp_path, wide_target, batch_tokens=64)
+    assert counts["rows_captured_now"] == len(entry.keys)
+    assert_close(after, before, 1e-6)
+
+
+def test_a_new_shard_never_takes_the_name_of_a_lost_one(tmp_path: Path, wide_target: Path) -> None:
+    """The index still lists the lost one: its rows, wanted again later, would be looked for in the new file."""
+    rows = [conversation(n, 1 + n % 2) for n in range(22)]
+    everything, _, run = extract(tmp_path, wide_target, rows, batch_tokens=64)
+    reader = FeatureReader(run.folder / "features")
+    last = max((entry for entry, _ in reader.places.values()), key=lambda entry: entry.file)
+    assert len(last.keys) >= 2
+    (run.folder / "features" / last.file).unlink()
+    order = [row.key for row in read_rows(run.folder / "prepare")]
+    fewer = [row for row, key in zip(rows, order, strict=True) if key != last.keys[0]]  # one of the lost rows is not wanted for now
+    extract(tmp_path, wide_target, fewer, batch_tokens=64)
+    again, _, _ = extract(tmp_path, wide_target, rows, batch_tokens=64)  # now it is wanted again
+    assert_close(again, everything, 1e-6)
+
+
+def test_only_new_rows_are_captured_when_data_is_added(tmp_path: Path, tiny_target: Path) -> None:
+    extract(tmp_path, tiny_target, [conversation(n) for n in range(12)])
+    _, counts, _ = extract(tmp_path, tiny_target, [conversation(n) for n in range(15)])
+    assert (counts["rows"], counts["rows_captured_now"]) == (15, 3)
+
+
+def test_a_capture_of_the_wrong_rows_stores_nothing(tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = TransformersEngine.capture
+
+    def mixed_up(self: TransformersEngine, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> list[torch.Tensor]:
+        return [states.flip(0) for states in real(self, rows, layers)]
+
+    monkeypatch.setattr(TransformersEngine, "capture", mixed_up)
+    with pytest.raises(UserError, match="Proof of capture failed"):
+        extract(tmp_path, tiny_target)
+    assert not list((tmp_path / "runs" / "run" / "features").glob("shard-*"))
+
+
+@pytest.mark.parametrize("wrong", ["one layer early", "normed", "nan"])
+def test_a_wrong_last_layer_fails_the_proof_of_capture(tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    real = TransformersEngine.capture
+
+    def capture(self: TransformersEngine, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> list[torch.Tensor]:
+        states = [one.clone() for one in real(self, rows, [*layers[:3], layers[3] - 1] if wrong == "one layer early" else layers)]
+        for one in states:
+            if wrong == "normed":
+                one[:, 3] = self.model.model.norm(one[:, 3]) * torch.linspace(0.5, 2, one.shape[-1])
+            elif wrong == "nan":
+                one[-1, 3, 0] = float("nan")
+        return states
+
+    monkeypatch.setattr(TransformersEngine, "capture", capture)
+    with pytest.raises(UserError, match="No shard was written"):
+        extract(tmp_path, tiny_target)

@@ -1,0 +1,176 @@
+"""Shards: what the index lists is whole, what it does not list is gone, and a changed byte is never read as a feature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import eyas.features.shard
+from eyas.errors import UserError
+from eyas.features.reader import FeatureReader
+from eyas.features.shard import INDEX, FeatureRow, open_index, read_index, write_shard
+
+CAPTURE = {"layers": [1, 2, 3], "target": "w"}
+
+
+def row(key: str, length: int = 5, width: int = 4) -> FeatureRow:
+    draw = torch.Generator().manual_seed(sum(key.encode()))
+    return FeatureRow(
+        key,
+        torch.randint(0, 100, (length,), generator=draw, dtype=torch.int32),
+        torch.rand(length, generator=draw) > 0.5,
+        torch.randn(length, 3, width, generator=draw),
+        torch.randn(length, width, generator=draw),
+    )
+
+
+def same(a: FeatureRow, b: FeatureRow) -> bool:
+    return a.key == b.key and all(torch.equal(getattr(a, name), getattr(b, name)) for name in ("tokens", "supervised", "aux", "last"))
+
+
+@pytest.fixture
+def two_shards(tmp_path: Path) -> Path:
+    open_index(tmp_path, CAPTURE)
+    write_shard(tmp_path, 0, [row("a", 3), row("b", 7)])
+    write_shard(tmp_path, 1, [row("c", 1)])
+    return tmp_path
+
+
+def test_each_row_is_read_back_as_it_was_written(two_shards: Path) -> None:
+    reader = FeatureReader(two_shards)
+    assert reader.lengths == {"a": 3, "b": 7, "c": 1}
+    for key, length in reader.lengths.items():
+        assert same(reader.row(key), row(key, length))
+
+
+def test_bfloat16_features_keep_their_type(tmp_path: Path) -> None:
+    open_index(tmp_path, CAPTURE)
+    given = row("a")
+    write_shard(tmp_path, 0, [FeatureRow(given.key, given.tokens, given.supervised, given.aux.bfloat16(), given.last.bfloat16())])
+    found = FeatureReader(tmp_path).row("a")
+    assert found.last.dtype == found.aux.dtype == torch.bfloat16 and torch.equal(found.last, given.last.bfloat16())
+
+
+def test_killed_between_shard_and_index_leaves_a_stray_that_is_removed(two_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(*unused: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(eyas.features.shard, "_append", dies)
+        with pytest.raises(KeyboardInterrupt):
+            write_shard(two_shards, 2, [row("d")])
+    assert (two_shards / "shard-00002.safetensors").exists()
+    assert "d" not in FeatureReader(two_shards).lengths, "what the index does not list does not exist"
+    assert [entry.keys for entry in open_index(two_shards, CAPTURE)] == [["a", "b"], ["c"]]
+    assert not (two_shards / "shard-00002.safetensors").exists()
+
+
+def test_killed_while_writing_a_shard_leaves_a_part_that_is_removed(two_shards: Path) -> None:
+    part = two_shards / "shard-00002.safetensors.tmp"
+    part.write_bytes(b"half")
+    open_index(two_shards, CAPTURE)
+    assert not part.exists()
+
+
+@pytest.mark.parametrize("kept", [1, 20, -1])
+def test_a_torn_last_line_of_the_index_is_cut_and_its_shard_captured_again(two_shards: Path, kept: int) -> None:
+    index = two_shards / INDEX
+    lines = index.read_bytes().splitlines(keepends=True)
+    index.write_bytes(b"".join(lines[:-1]) + lines[-1][:kept])
+    assert [entry.keys for entry in open_index(two_shards, CAPTURE)] == [["a", "b"]]
+    write_shard(two_shards, 1, [row("c", 1)])
+    assert same(FeatureReader(two_shards).row("c"), row("c", 1))
+
+
+def test_a_torn_first_line_of_the_index_begins_anew(two_shards: Path) -> None:
+    index = two_shards / INDEX
+    index.write_bytes(index.read_bytes()[:9])
+    assert open_index(two_shards, CAPTURE) == []
+    assert not list(two_shards.glob("shard-*"))
+
+
+def test_shards_captured_otherwise_are_discarded(two_shards: Path) -> None:
+    assert open_index(two_shards, CAPTURE | {"layers": [0, 2, 3]}) == []
+    assert not list(two_shards.glob("shard-*"))
+    assert read_index(two_shards) == []
+
+
+def test_opening_again_keeps_what_is_there(two_shards: Path) -> None:
+    before = (two_shards / INDEX).read_bytes()
+    assert len(open_index(two_shards, CAPTURE)) == 2
+    assert (two_shards / INDEX).read_bytes() == before
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (flip, "damaged"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "damaged"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "damaged"),
+        (lambda path: path.write_bytes(b""), "damaged"),
+        (lambda path: path.unlink(), "is gone"),
+    ],
+    ids=["flipped", "cut", "longer", "empty", "missing"],
+)
+def test_a_damaged_shard_is_refused_by_name_and_the_others_are_read(two_shards: Path, damage: Callable[[Path], object], says: str) -> None:
+    path = two_shards / "shard-00000.safetensors"
+    damage(path)
+    reader = FeatureReader(two_shards)
+    with pytest.raises(UserError, match=says) as caught:
+        reader.row("b")
+    assert str(path) in str(caught.value) and "eyas extract" in str(caught.value)
+    assert same(reader.row("c"), row("c", 1))
+
+
+def test_two_shards_changed_for_one_another_are_refused(two_shards: Path) -> None:
+    write_shard(two_shards, 2, [row("e", 1)])  # as large as shard 1
+    first, second = two_shards / "shard-00001.safetensors", two_shards / "shard-00002.safetensors"
+    one, two = first.read_bytes(), second.read_bytes()
+    assert len(one) == len(two)
+    first.write_bytes(two)
+    second.write_bytes(one)
+    with pytest.raises(UserError, match="damaged"):
+        FeatureReader(two_shards).row("c")
+
+
+def test_a_missing_row_is_refused_with_its_key(two_shards: Path) -> None:
+    reader = FeatureReader(two_shards)
+    reader.require(["a", "c"])
+    with pytest.raises(UserError, match=r"1 rows .*zz"):
+        reader.require(["a", "zz"])
+
+
+def test_a_missing_or_empty_index_is_refused_by_name(two_shards: Path) -> None:
+    (two_shards / INDEX).write_bytes(b"")
+    with pytest.raises(UserError, match=INDEX):
+        FeatureReader(two_shards)
+    (two_shards / INDEX).unlink()
+    with pytest.raises(UserError, match=INDEX):
+        FeatureReader(two_shards)
+
+
+@pytest.mark.parametrize("line", [b"\x00\x00\n", b"[]\n", b'{"file": "shard-00001.safetensors"}\n'])
+def test_a_damaged_line_inside_the_index_is_refused_by_name(two_shards: Path, line: bytes) -> None:
+    lines = (two_shards / INDEX).read_bytes().splitlines(keepends=True)
+    (two_shards / INDEX).write_bytes(lines[0] + line + lines[2])
+    with pytest.raises(UserError, match=INDEX):
+        FeatureReader(two_shards)
+    with pytest.raises(UserError, match=INDEX):
+        open_index(two_shards, CAPTURE)
+
+
+def test_a_row_captured_again_is_read_from_its_newest_shard(two_shards: Path) -> None:
+    (two_shards / "shard-00000.safetensors").unlink()
+    assert [entry.keys for entry in open_index(two_shards, CAPTURE)] == [["c"]]
+    write_shard(two_shards, 2, [row("b", 7), row("a", 3)])
+    reader = FeatureReader(two_shards)
+    assert same(reader.row("a"), row("a", 3)) and same(reader.row("b"), row("b", 7))

@@ -1,0 +1,142 @@
+"""Data files -> conversations: whatever a file holds, it becomes messages or a sentence with file and line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eyas.errors import UserError
+from eyas.prepare.sources import Conversation, read_conversations, with_open_answers
+
+USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+OPEN = {"role": "assistant", "content": None}
+
+
+def read(tmp_path: Path, *lines: str | bytes) -> list[Conversation]:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b"".join((line if isinstance(line, bytes) else line.encode()) + b"\n" for line in lines))
+    return list(read_conversations([str(path)]))
+
+
+def refusal(tmp_path: Path, *lines: str | bytes) -> str:
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, *lines)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_messages_prompt_and_turns_become_messages(tmp_path: Path) -> None:
+    rows = [{"messages": [USER, ANSWER]}, {"prompt": "Hi"}, {"turns": ["a", "b"]}]
+    found = read(tmp_path, *map(json.dumps, rows))
+    assert [c.messages for c in found] == [[USER, ANSWER], [USER], [{"role": "user", "content": "a"}, OPEN, {"role": "user", "content": "b"}, OPEN]]
+    assert [c.where.rpartition(":")[2] for c in found] == ["1", "2", "3"]
+
+
+def test_blank_lines_are_passed_over_and_line_numbers_stay_true(tmp_path: Path) -> None:
+    (found,) = read(tmp_path, "", "  ", json.dumps({"prompt": "Hi"}), "")
+    assert found.where.endswith("data.jsonl:3")
+
+
+def test_an_id_is_the_rows_own_or_follows_from_its_messages_alone(tmp_path: Path) -> None:
+    given_id, number, first, same, other = read(
+        tmp_path, *map(json.dumps, [{"id": "x", "prompt": "a"}, {"id": 0, "prompt": "a"}, {"prompt": "a"}, {"prompt": "a", "category": "c"}, {"prompt": "b"}])
+    )
+    assert given_id.id == "x" and number.id == "0"
+    assert first.id == same.id != other.id
+    assert same.category == "c"
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ([1, 2], "holds list"),
+        ("text", "holds str"),
+        (None, "holds NoneType"),
+        ({}, "no keys"),
+        ({"text": "x", "label": 1}, "text, label"),
+        ({"messages": []}, "at least one message"),
+        ({"messages": "Hi"}, "must be a list"),
+        ({"messages": {"role": "user"}}, "must be a list"),
+        ({"messages": [USER, "Hi"]}, "message 1"),
+        ({"messages": [{"role": "human", "content": "Hi"}]}, "'human'"),
+        ({"messages": [{"role": ["user"], "content": "Hi"}]}, "message 0"),
+        ({"messages": [{"content": "Hi"}]}, "role None"),
+        ({"messages": [USER, {"role": "assistant", "content": 7}]}, "message 1 has content of type int"),
+        ({"messages": [{"role": "user", "content": None}]}, "NoneType"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, "list"),
+        ({"prompt": 3}, "int"),
+        ({"turns": []}, "at least one text"),
+        ({"turns": "Hi"}, "turns must be a list"),
+        ({"turns": ["a", None]}, "NoneType"),
+        ({"prompt": "half \ud83d"}, "lone surrogate"),
+    ],
+)
+def test_a_row_that_is_no_conversation_is_refused_with_file_and_line(tmp_path: Path, row: Any, says: str) -> None:
+    message = refusal(tmp_path, json.dumps({"prompt": "ok"}), json.dumps(row))
+    assert "data.jsonl:2" in message and says in message
+
+
+@pytest.mark.parametrize("line", [b"{", b'{"prompt": "a"', b"\xff\xfe", b'{"prompt": "\xff"}', b"[" * 50_000, b'{"prompt": ' + b"9" * 5_000 + b"}"])
+def test_a_line_that_is_not_json_is_refused_with_file_and_line(tmp_path: Path, line: bytes) -> None:
+    assert "data.jsonl:2" in refusal(tmp_path, json.dumps({"prompt": "ok"}), line)
+
+
+@pytest.mark.parametrize("key", ["id", "category"])
+def test_half_a_character_in_an_id_or_category_is_refused_like_one_in_a_text(tmp_path: Path, key: str) -> None:
+    assert "lone surrogate" in refusal(tmp_path, json.dumps({key: "\ud83d", "prompt": "ok"}))
+
+
+def test_a_missing_file_a_folder_and_an_empty_file_are_named(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    for path, says in ((tmp_path / "none.jsonl", "does not exist"), (tmp_path, "is a folder"), (empty, "is empty")):
+        with pytest.raises(UserError, match=says) as caught:
+            list(read_conversations([str(path)]))
+        assert str(path) in str(caught.value)
+
+
+@given(st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+def test_any_json_is_a_conversation_or_a_user_error(value: Any) -> None:
+    from eyas.prepare.sources import _conversation
+
+    for row in (value, {"messages": value}, {"messages": [value]}, {"turns": value}, {"prompt": value}):
+        try:
+            found = _conversation(json.dumps(row).encode(), "data.jsonl:1")
+        except UserError as error:
+            assert "data.jsonl:1" in str(error)
+        else:
+            assert all(isinstance(m["content"], str) or m["role"] == "assistant" for m in found.messages)
+
+
+def opened(messages: list[dict[str, Any]], regenerate: str) -> list[dict[str, Any]]:
+    return with_open_answers(Conversation("x", messages, "data.jsonl:1"), regenerate).messages
+
+
+def test_missing_leaves_given_answers_alone_and_opens_one_at_the_end() -> None:
+    assert opened([USER, ANSWER], "missing") == [USER, ANSWER]
+    assert opened([USER, ANSWER, USER], "missing") == [USER, ANSWER, USER, OPEN]
+    assert opened([USER, OPEN, USER], "missing") == [USER, OPEN, USER, OPEN]
+
+
+def test_all_opens_every_answer() -> None:
+    assert opened([USER, ANSWER, USER, ANSWER], "all") == [USER, OPEN, USER, OPEN]
+    assert opened([USER], "all") == [USER, OPEN]
+
+
+def test_never_drops_what_no_answer_follows_and_refuses_a_row_without_any() -> None:
+    assert opened([USER, ANSWER, USER], "never") == [USER, ANSWER]
+    assert opened([USER, ANSWER, USER, OPEN], "never") == [USER, ANSWER]
+    for messages in ([USER], [USER, OPEN]):
+        with pytest.raises(UserError, match=r"data\.jsonl:1 has no assistant turn"):
+            opened(messages, "never")
+
+
+def test_the_read_conversation_is_not_changed_by_opening_it() -> None:
+    conversation = Conversation("x", [USER], "data.jsonl:1")
+    with_open_answers(conversation, "all")
+    assert conversation.messages == [USER]

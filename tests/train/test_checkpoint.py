@@ -1,0 +1,369 @@
+"""Checkpoints give back what was put in, and a training stopped anywhere ends as one that was never stopped, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from draft_helpers import random_draft, small_shape
+from safetensors.torch import load_file
+
+import eyas.train.checkpoint
+import eyas.train.loop
+from eyas.artifact import read_manifest
+from eyas.config import TrainSection, load
+from eyas.draft.model import Draft
+from eyas.pipeline import Run
+from eyas.train.checkpoint import TrainState, latest, load_draft, save
+from eyas.train.checkpoint import load as load_checkpoint
+from eyas.train.optim import make_optimizer
+
+SECTION = TrainSection(lr=0.01, weight_decay=0.1)
+
+
+def some_steps(draft: Draft, optimizer: torch.optim.Optimizer, first: int, count: int) -> None:
+    """Optimiser steps with gradients that depend on the step's number alone."""
+    for step in range(first, first + count):
+        generator = torch.Generator().manual_seed(step)
+        for parameter in draft.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+
+
+def trained(num_steps: int) -> tuple[Draft, torch.optim.Optimizer]:
+    draft = random_draft(small_shape(norm_before_fc=True), 1)
+    optimizer = make_optimizer(draft, SECTION)
+    some_steps(draft, optimizer, 0, num_steps)
+    return draft, optimizer
+
+
+def assert_equal_bits(a: tuple[Draft, torch.optim.Optimizer], b: tuple[Draft, torch.optim.Optimizer]) -> None:
+    for (name, one), (_, other) in zip(a[0].named_parameters(), b[0].named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+        states = a[1].state[one], b[1].state[other]
+        assert states[0].keys() == states[1].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        for key in states[0]:
+            assert torch.equal(states[0][key], states[1][key]), (name, key)
+            assert states[0][key].dtype == states[1][key].dtype == torch.float32
+            assert states[0][key].device == states[1][key].device
+
+
+def test_a_checkpoint_gives_back_weights_moments_and_step_counters_bit_for_bit(tmp_path: Path) -> None:
+    before = trained(3)
+    path = save(tmp_path, *before, TrainState(3, 2, 1.25))
+    draft = random_draft(small_shape(norm_before_fc=True), 2)
+    after = draft, make_optimizer(draft, SECTION)
+    assert load_checkpoint(path, *after) == TrainState(3, 2, 1.25)
+    assert_equal_bits(before, after)
+    some_steps(*before, 3, 4)
+    some_steps(*after, 3, 4)
+    assert_equal_bits(before, after)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_training_goes_on_from_a_checkpoint_on_a_gpu(tmp_path: Path) -> None:
+    """The fused optimiser reads its step counters on the GPU: they must come back to where they were."""
+    drafts = [random_draft(small_shape(), seed).cuda() for seed in (1, 2)]
+    before, after = ((draft, make_optimizer(draft, SECTION)) for draft in drafts)
+    for step in range(3):
+        for parameter in before[0].parameters():
+            parameter.grad = torch.full_like(parameter, 0.1 * (step + 1))
+        before[1].step()
+    load_checkpoint(save(tmp_path, *before, TrainState(3, 3, None)), *after)
+    for draft, optimizer in (before, after):
+        for parameter in draft.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5)
+        optimizer.step()
+    torch.cuda.synchronize()
+    assert_equal_bits(before, after)
+
+
+def test_a_draft_is_built_from_a_checkpoint_alone(tmp_path: Path) -> None:
+    draft, optimizer = trained(1)
+    found = load_draft(save(tmp_path, draft, optimizer, TrainState(1, 1, None)))
+    assert found.shape == draft.shape
+    assert found.state_dict().keys() == draft.state_dict().keys()
+    assert all(torch.equal(found.state_dict()[name], value) for name, value in draft.state_dict().items())
+
+
+def test_a_half_written_checkpoint_is_ignored_and_removed(tmp_path: Path) -> None:
+    path = save(tmp_path, *trained(1), TrainState(4, 4, None))
+    half = tmp_path / "step-000008.tmp"
+    half.mkdir()
+    (half / "weights.safetensors").write_bytes(b"half")
+    assert latest(tmp_path) == path
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-000004"]
+
+
+def test_a_folder_without_checkpoints_has_no_latest_one(tmp_path: Path) -> None:
+    assert latest(tmp_path) is None
+    assert latest(tmp_path / "not there") is None
+
+
+def test_the_best_and_the_latest_two_are_kept_and_no_others(tmp_path: Path) -> None:
+    draft, optimizer = trained(1)
+    best = [4, 8, 8, 8, 20, 20, 20, 20]
+    kept = []
+    for number, best_step in enumerate(best, start=1):
+        save(tmp_path, draft, optimizer, TrainState(4 * number, best_step, 1.0))
+        kept.append(sorted(int(path.name[5:]) for path in tmp_path.iterdir()))
+    assert kept == [[4], [4, 8], [8, 12], [8, 12, 16], [16, 20], [20, 24], [20, 24, 28], [20, 28, 32]]
+
+
+# --- stopped and gone on with, against never stopped --------------------------------------------------------------------------------------------
+
+CACHE: dict[str, Path] = {}
+
+
+@pytest.fixture
+def run_file(make_run: Callable[..., Path]) -> Path:
+    """A run file whose run folder holds all that training needs; the first test to ask makes it, the others take it over."""
+    if "run" not in CACHE:
+        path = make_run(train={"epochs": 3, "checkpoint_every": 5, "tokens_per_batch": 128})
+        Run(load(path, [])).up_to("vocab")
+        CACHE["run"] = path
+    return CACHE["run"]
+
+
+class Training:
+    """One training in a run folder of its own, begun from the shared features."""
+
+    def __init__(self, run_file: Path, folder: Path, *overrides: str) -> None:
+        shutil.copytree(run_file.parent / "runs" / "run", folder)
+        self.run_file, self.folder = run_file, folder
+        self.overrides = [f"run.folder={folder}", *overrides]
+
+    def go(self) -> None:
+        Run(load(self.run_file, self.overrides)).only("train")
+
+    def process(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "eyas.cli", "train", str(self.run_file)]
+        for override in self.overrides:
+            command += ["--set", override]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=self.folder.parent)
+
+    def log(self) -> list[dict[str, Any]]:
+        """log.jsonl without the seconds, which no two runs share."""
+        lines = [json.loads(line) for line in (self.folder / "train" / "log.jsonl").read_text().splitlines()]
+        return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+    def result(self) -> dict[str, Any]:
+        """All that two equal trainings must share: every checkpoint's bytes, the log, what the manifest names as the best."""
+        manifest = read_manifest(self.folder / "train")
+        assert manifest is not None
+        files = sorted((self.folder / "train" / "checkpoints").rglob("*"))
+        return {
+            "bytes": {str(path.relative_to(self.folder)): path.read_bytes() for path in files if path.is_file()},
+            "log": self.log(),
+            "content": manifest.content,
+            "counts": manifest.counts,
+        }
+
+
+def assert_same_result(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found["log"] == wanted["log"]
+    assert found["counts"] == wanted["counts"]
+    assert sorted(found["bytes"]) == sorted(wanted["bytes"])
+    for name, data in wanted["bytes"].items():
+        assert found["bytes"][name] == data, name
+    assert found["content"] == wanted["content"]
+
+
+@pytest.fixture
+def uninterrupted(run_file: Path) -> dict[str, Any]:
+    if "whole" not in CACHE:
+        whole = Training(run_file, run_file.parent / "whole")
+        whole.go()
+        CACHE["whole"] = whole.folder
+    whole = Training.__new__(Training)
+    whole.folder = CACHE["whole"]
+    result = whole.result()
+    assert len(result["log"]) >= 11, "the stops below need so many steps"
+    return result
+
+
+class Crash(Exception):
+    """Stands for whatever ends a process at this very line."""
+
+
+def crash_at_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int, after: bool = False) -> None:
+    """Makes call `number` (from 1) of owner.name raise, before or after it has done its work; later ones work again."""
+    real, calls = getattr(owner, name), [0]
+
+    def act(*arguments: Any, **keywords: Any) -> Any:
+        calls[0] += 1
+        if calls[0] != number:
+            return real(*arguments, **keywords)
+        if after:
+            real(*arguments, **keywords)
+        raise Crash(f"call {number} of {name}")
+
+    monkeypatch.setattr(owner, name, act)
+
+
+STOPS = {
+    "in the first step": (eyas.train.loop, "optimizer_step", 1, False),
+    "in the fourth step, before any checkpoint": (eyas.train.loop, "optimizer_step", 4, False),
+    "in one of the batches of a step": (eyas.train.loop, "batch_loss", 14, False),
+    "after the eighth step's weights moved, before its line in the log": (eyas.train.loop, "optimizer_step", 8, True),
+    "at the step after a checkpoint": (eyas.train.loop, "optimizer_step", 6, False),
+    "in the held-out measurement": (eyas.train.loop, "holdout_acceptance", 2, False),
+    "before a checkpoint's weights are written": (eyas.train.checkpoint, "write_tensors", 3, False),
+    "between a checkpoint's weights and moments": (eyas.train.checkpoint, "write_tensors", 4, False),
+    "before a checkpoint gets its name": (eyas.train.checkpoint, "write_json", 2, True),
+    "after a checkpoint got its name, before old ones go": (eyas.train.checkpoint, "fsync_folder", 2, False),
+    "in the last step": (eyas.train.loop, "optimizer_step", -1, False),
+    "after the last checkpoint, before the manifest": (eyas.train.run, "hash_file", 1, False),
+}
+
+
+@pytest.mark.parametrize("where", STOPS)
+def test_training_stopped_anywhere_and_resumed_equals_the_uninterrupted_one(
+    where: str, run_file: Path, uninterrupted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name, number, after = STOPS[where]
+    training = Training(run_file, tmp_path / "stopped")
+    with monkeypatch.context() as patch:
+        crash_at_call(patch, owner, name, number if number > 0 else len(uninterrupted["log"]), after)
+        with pytest.raises(Crash):
+            training.go()
+    assert read_manifest(training.folder / "train") is None
+    training.go()
+    assert_same_result(training.result(), uninterrupted)
+
+
+def test_training_that_crashes_again_and_again_still_ends_as_the_uninterrupted_one(
+    run_file: Path, uninterrupted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(run_file, tmp_path / "stopped")
+    crashes = 0
+    while read_manifest(training.folder / "train") is None:
+        assert crashes < 10
+        with monkeypatch.context() as patch:
+            crash_at_call(patch, eyas.train.loop, "optimizer_step", 6, False)
+            try:
+                training.go()
+            except Crash:
+                crashes += 1
+    assert crashes >= 2
+    assert_same_result(training.result(), uninterrupted)
+
+
+def test_a_stop_that_is_asked_for_loses_no_step_and_does_not_change_which_checkpoint_is_best(
+    run_file: Path, uninterrupted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where somebody pressed Ctrl-C must not decide which weights are exported, so such a checkpoint never counts as measured."""
+    del uninterrupted  # here the held-out measurement is made up: the checkpoint of the stop would be the best by far
+
+    def made_up(*unused: Any) -> float:
+        return 9.0 if made_up.stopping else 1.5  # type: ignore[attr-defined]
+
+    made_up.stopping = False  # type: ignore[attr-defined]
+    monkeypatch.setattr(eyas.train.loop, "holdout_acceptance", made_up)
+    whole = Training(run_file, tmp_path / "whole")
+    whole.go()
+    stopped = Training(run_file, tmp_path / "stopped")
+    real, calls = eyas.train.loop.optimizer_step, [0]
+
+    def interrupted(*arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 7:
+            made_up.stopping = True  # type: ignore[attr-defined]
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(eyas.train.loop, "optimizer_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stopped.go()
+    made_up.stopping = False  # type: ignore[attr-defined]
+    assert len(stopped.log()) == 7
+    assert latest(stopped.folder / "train" / "checkpoints").name == "step-000007"  # type: ignore[union-attr]
+    stopped.go()
+    assert_same_result(stopped.result(), whole.result())
+
+
+def test_a_kill_while_the_log_is_shortened_loses_no_line_of_it(
+    run_file: Path, uninterrupted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Going on drops the lines behind the checkpoint; the file must be whole at every instant of that."""
+    training = Training(run_file, tmp_path / "stopped")
+    with monkeypatch.context() as patch:
+        crash_at_call(patch, eyas.train.loop, "optimizer_step", 8)
+        with pytest.raises(Crash):
+            training.go()
+    real = Path.write_bytes
+
+    def killed_when_opened(path: Path, data: bytes) -> int:
+        if path.name != "log.jsonl":
+            return real(path, data)
+        path.open("wb").close()  # where a process dies between emptying the file and writing to it
+        raise Crash("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", killed_when_opened)
+        crash_at_call(patch, eyas.train.loop, "optimizer_step", 1)  # another way to write it is whole, and gets as far as this
+        with pytest.raises(Crash):
+            training.go()
+    training.go()
+    assert_same_result(training.result(), uninterrupted)
+
+
+def wait_for_steps(training: Training, process: subprocess.Popen[str], num_steps: int) -> None:
+    log = training.folder / "train" / "log.jsonl"
+    limit = time.monotonic() + 60
+    while not log.exists() or log.read_bytes().count(b"\n") < num_steps:
+        assert process.poll() is None, f"training ended before step {num_steps}:\n{process.communicate()[1]}"
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["SIGINT", "SIGKILL"])
+def test_a_process_that_a_signal_ends_is_gone_on_with_bit_for_bit(number: signal.Signals, run_file: Path, tmp_path: Path) -> None:
+    overrides = ["train.epochs=12", "train.checkpoint_every=3"]
+    training = Training(run_file, tmp_path / "stopped", *overrides)
+    with training.process() as process:
+        wait_for_steps(training, process, 7)
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=60)
+    if number == signal.SIGINT:
+        assert process.returncode == 130
+        assert f"eyas train {run_file}" in stderr and "goes on from there" in stderr
+        assert "Traceback" not in stderr
+    else:
+        assert process.returncode == -signal.SIGKILL
+    assert read_manifest(training.folder / "train") is None, "the signal came too late to prove anything"
+    going_on_from = load_step(training)
+    assert going_on_from >= 6
+    training.go()
+    if "long" not in CACHE:
+        whole = Training(run_file, run_file.parent / "long", *overrides)
+        whole.go()
+        CACHE["long"] = whole.folder
+    whole = Training.__new__(Training)
+    whole.folder = CACHE["long"]
+    found, wanted = training.result(), whole.result()
+    assert found["log"] == wanted["log"]
+    last = f"train/checkpoints/step-{len(wanted['log']):06d}"
+    for name in ("weights.safetensors", "optimizer.safetensors"):
+        assert found["bytes"][f"{last}/{name}"] == wanted["bytes"][f"{last}/{name}"], name
+    assert any(name.endswith("weights.safetensors") for name in found["bytes"])
+    assert load_file(training.folder / last / "weights.safetensors").keys() == Draft(load_draft(training.folder / last).shape).state_dict().keys()
+
+
+def load_step(training: Training) -> int:
+    newest = max((training.folder / "train" / "checkpoints").glob("step-??????"))
+    return int(newest.name[5:])
