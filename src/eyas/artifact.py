@@ -99,6 +99,8 @@ def read_manifest(folder: Path) -> Manifest | None:
         found = read_json(folder / MANIFEST)
     except FileNotFoundError:
         return None
+    if not isinstance(found, dict) or (found.get("schema") == SCHEMA and not Manifest.__dataclass_fields__.keys() <= found.keys()):
+        raise UserError(f"{folder / MANIFEST} is damaged. Delete it and run the stage again.")
     if found.get("schema") != SCHEMA:
         raise UserError(
             f"{folder} was written with schema {found.get('schema')} (Eyas {found.get('eyas')}); Eyas {__version__} reads schema {SCHEMA}. "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable
@@ -20,7 +21,13 @@ from eyas import __version__
 from eyas.config import load
 from eyas.errors import UserError, explain_os_error
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, help="Train EAGLE-3 draft models: prompts in, a draft that makes your model faster out.")
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Train EAGLE-3 draft models: prompts in, a draft that makes your model faster out.",
+)
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file; docs/run-file.md lists every key.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Overrides a key of the run file for this call.")]
 
@@ -31,7 +38,7 @@ def main() -> None:
 
 def guarded(act: Callable[[], None]) -> None:
     """No user's mistake ends in a traceback; a mistake of ours writes it to a file and says where."""
-    redo = " ".join(["eyas", *sys.argv[1:]])
+    redo = shlex.join(["eyas", *sys.argv[1:]])
     try:
         act()
     except UserError as error:
@@ -142,7 +149,8 @@ def _print_status(run_folder: Path, as_json: bool) -> None:
         progress = ""
         if state and not entry["done"]:
             left = "" if state["seconds_left"] is None else f", {clock(state['seconds_left'])} left"
-            progress = f"{state['task']}: {state['done']:,.0f} of {state['total']:,.0f} {state['unit']}, {state['per_second']:,.1f}/s{left} ({state['state']}, {state['updated']})"
+            progress = f"{state['task']}: {state['done']:,.0f} of {state['total']:,.0f} {state['unit']}, {state['per_second']:,.1f}/s{left} "
+            f"({state['state']}, {state['updated']})"
         table.add_row(name, f"done in {clock(entry['seconds'])}" if entry["done"] else "-", progress)
     Console().print(table)
 

@@ -25,7 +25,9 @@ class RunSection(Section):
     """Where results go."""
 
     folder: str = Field("", description="The run folder; it holds one subfolder a stage. Empty: `runs/NAME` beside the run file, NAME being the run file's.")
-    seed: int = Field(0, ge=0, description="Seeds every random choice: the held-out split, sampled answers, the draft's first weights, the order of rows.")
+    seed: int = Field(
+        0, ge=0, le=2**63 - 1, description="Seeds every random choice: the held-out split, sampled answers, the draft's first weights, the order of rows."
+    )
 
 
 class TargetSection(Section):
@@ -39,7 +41,9 @@ class TargetSection(Section):
         description="Precision in which the target is run to write answers and features. `auto`: bfloat16 where the hardware multiplies it fast "
         "(a GPU, a CPU with AMX), else float32.",
     )
-    trust_remote_code: bool = Field(False, description="Allow Python code from the target's folder to run. Needed by some models and tokenizers; it can do anything you can.")
+    trust_remote_code: bool = Field(
+        False, description="Allow Python code from the target's folder to run. Needed by some models and tokenizers; it can do anything you can."
+    )
 
 
 class DataSection(Section):
@@ -47,14 +51,17 @@ class DataSection(Section):
 
     conversations: list[str] = Field(
         min_length=1,
-        description="JSONL files. A row holds `messages` (OpenAI form, with `role` and `content`), or `prompt` (one user turn) or `turns` (several user turns).",
+        description="JSONL files. A row holds `messages` (OpenAI form, with `role` and `content`), or `prompt` (one user turn) or `turns` (several user "
+        "turns).",
     )
     regenerate: Literal["missing", "all", "never"] = Field(
         "missing",
         description="Whose answers are used. `missing`: the target answers what has no answer. `all`: the target answers every turn anew, in order; "
         "a draft learns most from its target's own words. `never`: rows must have answers.",
     )
-    max_new_tokens: int = Field(512, ge=1, description="Tokens; the longest answer that the target is let write. One cut off here is trained on without a false end of turn.")
+    max_new_tokens: int = Field(
+        512, ge=1, description="Tokens; the longest answer that the target is let write. One cut off here is trained on without a false end of turn."
+    )
     temperature: float = Field(0.7, ge=0.0, description="Sampling temperature of written answers; 0 is greedy.")
     top_p: float = Field(0.95, gt=0.0, le=1.0, description="Nucleus of written answers: the smallest set of tokens with this share of the probability.")
     generate_batch: int = Field(16, ge=1, description="Conversations answered at once. Higher is faster and takes more memory.")
@@ -79,7 +86,10 @@ class VocabSection(Section):
     """The draft's smaller vocabulary."""
 
     size: int | None = Field(
-        None, ge=2, description="Tokens in the draft's vocabulary. Smaller is faster to draft with; a token outside it can never be accepted. Default: 32,000 or the target's, if smaller."
+        None,
+        ge=2,
+        description="Tokens in the draft's vocabulary. Smaller is faster to draft with; a token outside it can never be accepted. Default: 32,000 or "
+        "the target's, if smaller.",
     )
 
 
@@ -93,37 +103,66 @@ class DraftSection(Section):
     norm_before_residual: bool = Field(True, description="Take the residual after the norm of the incoming hidden state (true) or before it (false).")
     norm_before_fc: bool = Field(False, description="One norm over the three concatenated aux layers before `fc`.")
     fc_norm: bool = Field(True, description="A norm of its own for each aux layer before `fc` (EAGLE 3.1); layers of very different size then count alike.")
-    norm_output: bool = Field(True, description="Feed the next draft step the hidden state after the final norm (EAGLE 3.1, true) or before it (EAGLE 3, false).")
-    init_head: Literal["target", "random"] = Field("target", description="First weights of the draft's head and final norm: the target's own rows, or random ones.")
+    norm_output: bool = Field(
+        True, description="Feed the next draft step the hidden state after the final norm (EAGLE 3.1, true) or before it (EAGLE 3, false)."
+    )
+    init_head: Literal["target", "random"] = Field("target", description="First weights of the draft's head: the target's own rows, or random ones.")
 
 
 class TrainSection(Section):
     """How the draft is trained."""
 
     epochs: int = Field(10, ge=1, description="Passes over the training rows. Time grows in proportion.")
+    optimizer: Literal["muon", "adamw"] = Field(
+        "muon", description="What moves the layer's matrices. `muon` learns more from the same tokens; AdamW always moves the head and the norms."
+    )
     lr: float = Field(1e-3, gt=0.0, description="Peak learning rate of AdamW.")
-    warmup: float = Field(0.03, ge=0.0, le=1.0, description="Share of all optimiser steps over which the learning rate rises to `lr`; it then falls as a cosine to `lr` x `final_lr`.")
-    final_lr: float = Field(0.05, ge=0.0, le=1.0, description="The last learning rate as a share of `lr`.")
+    muon_lr: float = Field(3e-3, gt=0.0, description="Peak learning rate of Muon, on AdamW's scale.")
+    warmup: float = Field(
+        0.03,
+        ge=0.0,
+        le=1.0,
+        description="Share of all optimiser steps over which the learning rate rises to its peak; it then falls as a cosine to `final_lr` of it.",
+    )
+    final_lr: float = Field(0.05, ge=0.0, le=1.0, description="The last learning rate as a share of its peak.")
     weight_decay: float = Field(0.0, ge=0.0, description="AdamW's weight decay, on matrices only.")
     beta2: float = Field(0.95, gt=0.0, lt=1.0, description="AdamW's second-moment decay.")
     grad_clip: float = Field(1.0, gt=0.0, description="Gradients are scaled down to this norm if theirs is larger.")
-    tokens_per_step: int = Field(8192, ge=8, description="Tokens of one optimiser step, whole rows packed without padding. Higher is steadier and slower per pass.")
-    tokens_per_batch: int = Field(8192, ge=8, description="Tokens held in memory at once; an optimiser step is split into as many batches as this needs. Changes memory, not results (to rounding).")
-    unroll_steps: int = Field(5, ge=1, description="K, the draft steps unrolled in training (training-time test). Draft at most about as many tokens when serving.")
+    tokens_per_step: int = Field(
+        8192, ge=8, description="Tokens of one optimiser step, whole rows packed without padding. Higher is steadier and slower per pass."
+    )
+    tokens_per_batch: int = Field(
+        8192,
+        ge=8,
+        description="Tokens held in memory at once; an optimiser step is split into as many batches as this needs. Changes memory, not results (to rounding).",
+    )
+    unroll_steps: int = Field(
+        5, ge=1, description="K, the draft steps unrolled in training (training-time test). Draft at most about as many tokens when serving."
+    )
     step_weight: float = Field(0.8, gt=0.0, description="Step k weighs step_weight**k in the loss.")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="Precision of matrix products; weights, gradients of weights and optimiser state are float32 always. `auto` as for the target.")
-    checkpoint_every: int = Field(100, ge=1, description="Optimiser steps between checkpoints, each also measured on the held-out rows. What a crash can lose is at most this.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Precision of matrix products; weights, gradients of weights and optimiser state are float32 always. `auto` as for the target."
+    )
+    checkpoint_every: int = Field(
+        100, ge=1, description="Optimiser steps between checkpoints, each also measured on the held-out rows. What a crash can lose is at most this."
+    )
 
 
 class EvaluateSection(Section):
     """How the finished draft is measured."""
 
-    prompts: list[str] = Field(default_factory=list, description="JSONL files of prompts that training never sees: rows with `turns` or `prompt`, and a `category`. Only the first turn is used. Empty: the first turns of the held-out conversations.")
+    prompts: list[str] = Field(
+        default_factory=list,
+        description="JSONL files of prompts that training never sees: rows with `turns` or `prompt`, and a `category`. Only the first turn is used. "
+        "Empty: the first turns of the held-out conversations.",
+    )
     prompts_per_category: int = Field(8, ge=1, description="At most so many prompts of each category, the first of each file.")
     num_draft_tokens: int = Field(3, ge=1, description="Tokens drafted in each round.")
     max_new_tokens: int = Field(128, ge=2, description="Tokens written for each prompt.")
     dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Precision of the target here. In bfloat16 a forward of one token and of several round differently, so greedy texts can part without any fault of the draft."
+        "float32",
+        description="Precision of the target here. In bfloat16 a forward of one token and of several round differently, so greedy texts can part "
+        "without any fault of the draft.",
     )
 
 
@@ -145,9 +184,7 @@ class RunConfig(Section):
     evaluate: EvaluateSection = Field(default_factory=EvaluateSection)
 
 
-SECTIONS: dict[str, type[Section]] = {
-    name: typing.cast(type[Section], field.annotation) for name, field in RunConfig.model_fields.items()
-}
+SECTIONS: dict[str, type[Section]] = {name: typing.cast(type[Section], field.annotation) for name, field in RunConfig.model_fields.items()}
 
 
 def load(path: Path, overrides: list[str]) -> RunConfig:
@@ -203,8 +240,9 @@ def _refuse_unknown(table: dict[str, Any], where: str) -> None:
         known = SECTIONS[section].model_fields
         for key in values:
             if key not in known:
-                elsewhere = [f"{name}.{key}" for name, model in SECTIONS.items() if key in model.model_fields]
-                raise UserError(f"{where}: there is no key {section}.{key}{_did_you_mean((elsewhere or [nearest(key, known)])[0])} [{section}] has {', '.join(known)}.")
+                elsewhere = next((f"{name}.{key}" for name, model in SECTIONS.items() if key in model.model_fields), None)
+                near = _did_you_mean(elsewhere or nearest(key, known))
+                raise UserError(f"{where}: there is no key {section}.{key}{near} [{section}] has {', '.join(known)}.")
 
 
 def _did_you_mean(word: str | None) -> str:

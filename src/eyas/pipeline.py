@@ -1,6 +1,6 @@
 """The whole job, in order, and the rules by which a stage is skipped, gone on with, done again or refused.
 
-    prompts --prepare--> tokens --extract--> features --vocab--> mapping --train--> checkpoints --export--> draft --evaluate--> report
+prompts --prepare--> tokens --extract--> features --vocab--> mapping --train--> checkpoints --export--> draft --evaluate--> report
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class Run:
             stage = BY_NAME[name]
             for parent in self._ancestors(stage):
                 if stale := self.stale(parent):
-                    raise UserError(f"{self.folder / parent.folder} {stale}. Run `eyas {parent.name}` again, or set that back; `eyas run` does all that is needed.")
+                    raise UserError(
+                        f"{self.folder / parent.folder} {stale}. Run `eyas {parent.name}` again, or set that back; `eyas run` does all that is needed."
+                    )
             if stale := self.stale(stage):
                 self.do(stage, stale)
             else:
@@ -88,7 +90,8 @@ class Run:
             return f"was made with {name} = {_short(made)}; the run file now gives {_short(wanted)}"
         for parent, content in self._parents(stage).items():
             if manifest.parents.get(parent) != content:
-                return f"was made from another {BY_NAME[parent].folder}/ (content {_short(manifest.parents.get(parent))}) than the one there now ({_short(content)})"
+                return f"was made from another {BY_NAME[parent].folder}/ (content {_short(manifest.parents.get(parent))}) than the one there now "
+                f"({_short(content)})"
         return None
 
     def do(self, stage: Stage, why: str) -> None:
@@ -135,7 +138,7 @@ class Run:
 def check_against_target(config: RunConfig, spec: TargetSpec) -> None:
     """What the run file asks of this target must be possible. Raises UserError."""
     layers = config.features.layers or spec.default_layers
-    if len(layers) != 3 or sorted(set(layers)) != layers or not 0 <= layers[0] or layers[-1] > spec.num_layers:
+    if len(layers) != 3 or sorted(set(layers)) != layers or not layers[0] >= 0 or layers[-1] > spec.num_layers:
         raise UserError(
             f"features.layers = {layers} cannot be used: EAGLE-3 engines take exactly three different layers in ascending order, each from 0 (the embeddings) "
             f"to {spec.num_layers} (after the last layer). The default here is {spec.default_layers}."
@@ -143,7 +146,10 @@ def check_against_target(config: RunConfig, spec: TargetSpec) -> None:
     if config.vocab.size is not None and config.vocab.size > spec.vocab_size:
         raise UserError(f"vocab.size = {config.vocab.size:,} is larger than the target's vocabulary of {spec.vocab_size:,}. Set it to that or less.")
     if config.data.max_length > spec.max_length:
-        raise UserError(f"data.max_length = {config.data.max_length:,} is more than the target takes, {spec.max_length:,} (max_position_embeddings). Set it to that or less.")
+        raise UserError(
+            f"data.max_length = {config.data.max_length:,} is more than the target takes, {spec.max_length:,} (max_position_embeddings). Set it to that "
+            f"or less."
+        )
     draft_shape(config.draft, spec, eyas.vocab.run.draft_vocab_size(config, spec), layers)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from datetime import datetime
@@ -101,10 +102,8 @@ class Task:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.bar:
             self.bar.stop()
-        try:
+        with contextlib.suppress(OSError):  # a full disk is reported by the work itself
             self.write_state("finished" if kind is None else "stopped")
-        except OSError:
-            pass  # a full disk is reported by the work itself
 
 
 def read_state(stage_folder: Path) -> dict[str, Any] | None:

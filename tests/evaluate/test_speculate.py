@@ -90,11 +90,11 @@ def teach(draft: Draft, engine: TransformersEngine, answers: list[list[int]], id
         rows.append(FeatureRow("", torch.tensor(text, dtype=torch.int32), torch.arange(len(text)) >= len(prompt), states[:, :3].clone(), states[:, 3].clone()))
     batch = make_batch(rows, 4, torch.float32)
     teacher = Teacher(head, ids, torch.float32, CPU)
-    optimizer = make_optimizer(draft, TrainSection(lr=5e-3))
+    optimizer = make_optimizer(draft, TrainSection(optimizer="adamw", lr=5e-3), torch.float32)
     for _ in range(num_steps):
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         draft_loss(unroll(draft, head.embedding, batch, 4), draft.lm_head.weight, teacher, batch, 0.8, float(len(batch.rows_R)))[0].backward()
-        optimizer.step()
+        optimizer.step(1.0)
     draft.eval()
 
 

@@ -56,8 +56,8 @@ def marked(chat: Chat, row: Row) -> str:
     return "".join(parts)
 
 
-def only(chat: Chat, messages: list[dict[str, Any]], cut: bool = False) -> str:
-    (row,) = chat.rows(messages, cut)
+def only(chat: Chat, messages: list[dict[str, Any]]) -> str:
+    (row,) = chat.rows(messages)
     assert len(row.tokens) == len(row.supervised)
     return marked(chat, row)
 
@@ -88,7 +88,7 @@ def test_two_assistant_turns_in_a_row_are_supervised_apart(chat: Chat) -> None:
 
 def test_a_talk_that_begins_with_the_assistant_is_refused_by_name_for_no_server_can_be_asked_for_it(chat: Chat) -> None:
     with pytest.raises(Unrenderable, match="empty conversation"):
-        chat.rows([answer("a"), user("b"), answer("c")], cut=False)
+        chat.rows([answer("a"), user("b"), answer("c")])
 
 
 def test_what_the_user_says_last_is_not_in_the_row(chat: Chat) -> None:
@@ -96,7 +96,7 @@ def test_what_the_user_says_last_is_not_in_the_row(chat: Chat) -> None:
 
 
 def test_an_answer_cut_by_the_limit_ends_without_a_stop_token(chat: Chat) -> None:
-    (row,) = chat.rows([user("a"), answer("b"), user("c"), answer("the cat sat")], cut=True)
+    (row,) = chat.rows([user("a"), answer("b"), user("c"), chat.answer(chat.ids("the cat sat"))])
     assert marked(chat, row).endswith("<|im_start|>assistant\n«the cat sat»")
     assert sum(token == STOP and supervised for token, supervised in zip(row.tokens, row.supervised, strict=True)) == 1, "only the first answer's own"
 
@@ -107,12 +107,12 @@ def test_a_user_who_writes_a_stop_token_is_not_supervised(chat: Chat) -> None:
 
 def test_an_answer_that_holds_a_stop_token_is_refused_for_the_target_could_not_go_on(chat: Chat) -> None:
     with pytest.raises(Unrenderable, match="inside the answer"):
-        chat.rows([user("a"), answer("b<|im_end|>c")], cut=False)
+        chat.rows([user("a"), answer("b<|im_end|>c")])
 
 
 def test_a_template_that_rewrites_history_gives_a_row_an_answer_and_each_thought_once(tiny_target: Path) -> None:
     chat = with_template(tiny_target, THINKING)
-    rows = chat.rows([user("a"), answer("<think>b</think>c"), user("d"), answer("<think>e</think>f")], cut=False)
+    rows = chat.rows([user("a"), answer("<think>b</think>c"), user("d"), answer("<think>e</think>f")])
     assert [marked(chat, row) for row in rows] == [
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n«<think>b</think>c<|im_end|>»\n",
         "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\n«<think>e</think>f<|im_end|>»\n",
@@ -120,12 +120,12 @@ def test_a_template_that_rewrites_history_gives_a_row_an_answer_and_each_thought
 
 
 def test_the_same_template_gives_one_row_where_there_is_nothing_to_rewrite(tiny_target: Path) -> None:
-    assert len(with_template(tiny_target, THINKING).rows([user("a"), answer("c"), user("d"), answer("<think>e</think>f")], cut=False)) == 1
+    assert len(with_template(tiny_target, THINKING).rows([user("a"), answer("c"), user("d"), answer("<think>e</think>f")])) == 1
 
 
 def test_only_the_last_row_of_a_rewritten_talk_is_cut(tiny_target: Path) -> None:
     chat = with_template(tiny_target, THINKING)
-    first, last = chat.rows([user("a"), answer("<think>b</think>c"), user("d"), answer("<think>e")], cut=True)
+    first, last = chat.rows([user("a"), answer("<think>b</think>c"), user("d"), chat.answer(chat.ids("<think>e"))])
     assert marked(chat, first).endswith("«<think>b</think>c<|im_end|>»\n") and marked(chat, last).endswith("«<think>e»")
 
 
@@ -139,7 +139,7 @@ def test_what_the_generation_prompt_supplies_is_not_supervised(tiny_target: Path
 def test_a_template_that_does_not_continue_its_generation_prompt_is_refused(tiny_target: Path) -> None:
     chat = with_template(tiny_target, TEMPLATE.replace("{{ '<|im_start|>assistant\n' }}{% endif %}", "{{ '<|im_start|>assistant: ' }}{% endif %}"))
     with pytest.raises(Unrenderable, match="does not continue its own generation prompt"):
-        chat.rows([user("a"), answer("b")], cut=False)
+        chat.rows([user("a"), answer("b")])
 
 
 def test_a_template_without_a_stop_token_is_refused(tiny_target: Path) -> None:
@@ -149,18 +149,18 @@ def test_a_template_without_a_stop_token_is_refused(tiny_target: Path) -> None:
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}",
     )
     with pytest.raises(Unrenderable, match="no stop token"):
-        chat.rows([user("a"), answer("b")], cut=False)
+        chat.rows([user("a"), answer("b")])
 
 
 def test_a_template_that_raises_is_refused_with_its_own_words(tiny_target: Path) -> None:
     chat = with_template(tiny_target, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(Unrenderable, match="roles must alternate"):
-        chat.rows([user("a"), answer("b")], cut=False)
+        chat.rows([user("a"), answer("b")])
 
 
 def test_an_answer_that_is_missing_is_not_taught_as_an_empty_one(chat: Chat) -> None:
     with pytest.raises(Unrenderable, match="an answer is missing"):
-        chat.rows([user("a"), {"role": "assistant", "content": None}, user("b"), answer("c")], cut=False)
+        chat.rows([user("a"), {"role": "assistant", "content": None}, user("b"), answer("c")])
 
 
 def test_a_template_that_writes_the_bos_and_a_tokenizer_that_adds_one_give_one(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_template_that_writes_the_bos_and_a_tokenizer_that_adds_one_give_one(t
     tokenizer.save_pretrained(folder)
     chat = load_chat(read_spec(folder), trust_remote_code=False)
     assert chat.tokenizer("cat")["input_ids"][0] == 1, "the tokenizer must add one for this test to mean anything"
-    (row,) = chat.rows([user("a"), answer("b")], cut=False)
+    (row,) = chat.rows([user("a"), answer("b")])
     assert row.tokens.count(1) == 1 and row.tokens[0] == 1
     assert chat.prompt_ids([user("a")]) == server_prompt(chat, [user("a")])
 
@@ -180,7 +180,7 @@ def test_a_template_that_writes_the_bos_and_a_tokenizer_that_adds_one_give_one(t
 def test_padding_settings_of_the_tokenizer_change_nothing(tiny_target: Path, chat: Chat, setting: dict[str, str]) -> None:
     other = Chat(AutoTokenizer.from_pretrained(tiny_target, **setting), (STOP,))
     talk = [user("a"), answer("the cat"), user("c"), answer("d")]
-    assert other.rows(talk, False) == chat.rows(talk, False)
+    assert other.rows(talk) == chat.rows(talk)
 
 
 def test_every_stop_token_of_the_target_counts(tiny_target: Path) -> None:
@@ -192,8 +192,18 @@ def test_every_stop_token_of_the_target_counts(tiny_target: Path) -> None:
 
 def test_a_written_answer_loses_its_stop_token_only(chat: Chat) -> None:
     ids = chat.ids("the cat")
-    assert chat.answer_text([*ids, STOP]) == "the cat" == chat.answer_text(ids)
-    assert chat.answer_text([STOP]) == "" == chat.answer_text([])
+    assert chat.answer([*ids, STOP])["content"] == "the cat" == chat.answer(ids)["content"]
+    assert chat.answer([STOP])["content"] == "" == chat.answer([])["content"]
+
+
+def test_the_very_tokens_that_were_sampled_are_taught_even_if_encoding_their_text_gives_others(chat: Chat) -> None:
+    letters = [token for letter in "the cat" for token in chat.ids(letter)]
+    assert letters != chat.ids("the cat"), "the text must have two encodings for this test to mean anything"
+    (row,) = chat.rows([user("a"), chat.answer([*letters, STOP])])
+    assert [token for token, supervised in zip(row.tokens, row.supervised, strict=True) if supervised] == [*letters, STOP]
+    first, second = chat.rows([user("a"), chat.answer([*letters, STOP]), user("b"), answer("c")])
+    assert first.tokens == row.tokens
+    assert marked(chat, second).count("«") == 1, "a server encodes the history from its text, so the second answer has a row of its own"
 
 
 def server_prompt(chat: Chat, messages: list[dict[str, Any]]) -> list[int]:
@@ -214,7 +224,7 @@ def test_any_talk_is_prompted_as_a_server_would_and_supervises_the_answers_alone
         prompt = server_prompt(chat, messages[:-1])
         assert chat.prompt_ids(messages[:-1]) == prompt
         spans.append((len(prompt), prompt, reply))
-    (row,) = chat.rows(messages, cut=False)
+    (row,) = chat.rows(messages)
     expected = [False] * len(row.tokens)
     for start, prompt, reply in spans:
         assert row.tokens[:start] == prompt, "the row up to an answer is what the server is given"

@@ -164,7 +164,7 @@ def test_answers_to_another_question_are_not_used(chat: Chat, spec: TargetSpec, 
 def test_finish_reasons_are_counted_and_a_cut_answer_ends_its_conversation(chat: Chat, spec: TargetSpec, words: list[list[int]], tmp_path: Path) -> None:
     engine = FakeEngine(spec, words, length=4)
     done, counts = write(talks(12, turns=2), chat, engine, tmp_path)
-    cut = [c for c in done if c.cut]
+    cut = [c for c in done if c.messages[-1]["ids"][-1] != STOP]
     assert 0 < len(cut) < 12, "the lengths drawn must lie on both sides of the limit for this test to mean anything"
     assert counts["answers_cut"] == len(cut) and sum(counts.values()) == len(engine.asked)
     assert all(c.messages[-1]["role"] == "assistant" and count_open([c]) == 0 for c in done)
@@ -173,17 +173,18 @@ def test_finish_reasons_are_counted_and_a_cut_answer_ends_its_conversation(chat:
 def test_a_cut_answer_trains_no_false_stop(chat: Chat, spec: TargetSpec, words: list[list[int]], tmp_path: Path) -> None:
     done, _ = write(talks(12), chat, FakeEngine(spec, words, length=4), tmp_path)
     for c in done:
-        (row,) = chat.rows(c.messages, c.cut)
+        (row,) = chat.rows(c.messages)
+        cut = c.messages[-1]["ids"][-1] != STOP
         stops = [s for token, s in zip(row.tokens, row.supervised, strict=True) if token == STOP and s]
-        assert len(stops) == (0 if c.cut else 1)
-        assert row.supervised[-1] is c.cut
+        assert len(stops) == (0 if cut else 1)
+        assert row.supervised[-1]
 
 
 def test_a_character_cut_in_half_by_the_limit_is_not_taught(chat: Chat, spec: TargetSpec, tmp_path: Path) -> None:
     ids = chat.ids("cat 🙂")  # the byte-level tokenizer writes the face in four tokens
     assert chat.tokenizer.decode(ids[:-1]).endswith("\ufffd"), "the limit must fall inside the character for this test to mean anything"
     (done,), _ = write(talks(1), chat, FakeEngine(spec, [ids], length=len(ids) - 1), tmp_path)
-    (row,) = chat.rows(done.messages, done.cut)
+    (row,) = chat.rows(done.messages)
     taught = [token for token, s in zip(row.tokens, row.supervised, strict=True) if s]
     assert len(taught) > 0 and taught == ids[: len(taught)], "only tokens that the target wrote"
 

@@ -165,7 +165,7 @@ def step_gradients(rows: list[FeatureRow], split: list[int], draft: Draft) -> tu
     for size in split:
         keys.append([row.key for row in rows[start : start + size]])
         start += size
-    sums, norm = optimizer_step(draft, make_optimizer(draft, section), materials, section, keys, 0.0)
+    sums, norm = optimizer_step(draft, make_optimizer(draft, section, torch.float32), materials, section, keys, 0.0)
     return gradients(draft), sums.rows.tolist(), norm
 
 

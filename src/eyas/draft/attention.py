@@ -35,8 +35,13 @@ def unrolled_attention(
 
     keys, values: step 0's, one [L, G, d] a document. The row at position i sees those of positions <= i of its document, and its own keys of
     steps 1..k, one [R, G, d] a step.
-    One softmax over both is exact; nothing is approximated.
+    One softmax over both is exact; nothing is approximated. On a CPU all of it is float32: documents of all lengths are as many shapes, and the
+    bfloat16 library there takes longer to prepare for a new one than these small products take.
     """
+    dtype = q_RHd.dtype
+    if q_RHd.device.type == "cpu":
+        q_RHd, keys, values = q_RHd.float(), [key.float() for key in keys], [value.float() for value in values]
+        own_keys, own_values = [key.float() for key in own_keys], [value.float() for value in own_values]
     groups, width = keys[0].shape[1], keys[0].shape[2]
     repeat = q_RHd.shape[1] // groups
     q_GRhd = q_RHd.view(len(q_RHd), groups, repeat, width).transpose(0, 1) * width**-0.5
@@ -63,7 +68,7 @@ def unrolled_attention(
     if own_values:
         for weight_GRh, value_RGd in zip(torch.cat(weight_parts, dim=1).unbind(-1), own_values, strict=True):
             mixed_GRhd = mixed_GRhd + weight_GRh.unsqueeze(-1) * value_RGd.transpose(0, 1).unsqueeze(2)
-    return mixed_GRhd.transpose(0, 1).reshape(q_RHd.shape)
+    return mixed_GRhd.transpose(0, 1).reshape(q_RHd.shape).to(dtype)
 
 
 def cached_attention(q_RHd: torch.Tensor, keys_TGd: torch.Tensor, values_TGd: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,10 @@ STD = 0.02  # of random matrices, as Llama's initializer_range
 
 
 def new_draft(shape: DraftShape, seed: int, ids: torch.Tensor, head: TargetHead | None) -> Draft:
-    """Random matrices, norms of ones. With `head`, the draft's head and final norm begin as the target's own, rows `ids` int64 [Vd]."""
+    """Random matrices, norms of ones. With `head`, the draft's head begins as the target's own, rows `ids` int64 [Vd].
+
+    The final norm begins as ones even then: the target's is made for states that the draft does not have yet, and training begins at twice the loss.
+    """
     draft = Draft(shape)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -21,5 +24,4 @@ def new_draft(shape: DraftShape, seed: int, ids: torch.Tensor, head: TargetHead 
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * STD)
         if head is not None:
             draft.lm_head.weight.copy_(head.head[ids])
-            draft.norm.weight.copy_(head.norm_weight)
     return draft

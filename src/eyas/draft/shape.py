@@ -84,5 +84,7 @@ def _rope_parameters(spec: TargetSpec) -> dict[str, Any]:
         rope["rope_type"] = "default"
     rope.setdefault("rope_theta", text.get("rope_theta", 10_000.0))
     if rope["rope_type"] not in ROPE_TYPES:
-        raise UserError(f"{spec.path}: its rope type {rope['rope_type']!r} is not one that the draft can take over ({', '.join(ROPE_TYPES)}). Choose another target.")
+        raise UserError(
+            f"{spec.path}: its rope type {rope['rope_type']!r} is not one that the draft can take over ({', '.join(ROPE_TYPES)}). Choose another target."
+        )
     return rope

@@ -54,7 +54,9 @@ def settings(config: RunConfig, spec: TargetSpec) -> dict[str, Any]:
 def work(context: Context) -> Result:
     config, spec, section = context.config, context.spec, context.config.evaluate
     chat = load_chat(spec, config.target.trust_remote_code)
-    prompts = read_prompts(section.prompts or [str(context.run_folder / "prepare" / PROMPTS)], section.prompts_per_category, chat, spec.max_length - section.max_new_tokens)
+    prompts = read_prompts(
+        section.prompts or [str(context.run_folder / "prepare" / PROMPTS)], section.prompts_per_category, chat, spec.max_length - section.max_new_tokens
+    )
     exported = load_export(context.folder.parent / "export" / "vllm")
     device = resolve_device(config.target.device)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[section.dtype]
@@ -84,11 +86,17 @@ def work(context: Context) -> Result:
         "max_new_tokens": section.max_new_tokens,
         "prompts_seen_in_training": _seen_in_training(prompts, context.run_folder / "prepare"),
         **_summary(rows, section.num_draft_tokens),
-        "by_category": {category: _summary([row for row in rows if row["category"] == category], section.num_draft_tokens) for category in dict.fromkeys(row["category"] for row in rows)},
+        "by_category": {
+            category: _summary([row for row in rows if row["category"] == category], section.num_draft_tokens)
+            for category in dict.fromkeys(row["category"] for row in rows)
+        },
     }
     write_json(context.folder / "summary.json", summary)
     _report(summary, context)
-    return Result({key: summary[key] for key in ("num_prompts", "num_tokens", "acceptance_length", "simulated_acceptance_length", "greedy_identical")}, content=hash_json(summary))
+    return Result(
+        {key: summary[key] for key in ("num_prompts", "num_tokens", "acceptance_length", "simulated_acceptance_length", "greedy_identical")},
+        content=hash_json(summary),
+    )
 
 
 def read_prompts(paths: list[str], per_category: int, chat: Chat, max_length: int) -> list[Prompt]:
@@ -102,7 +110,10 @@ def read_prompts(paths: list[str], per_category: int, chat: Chat, max_length: in
             continue
         tokens = chat.prompt_ids([turn])
         if len(tokens) > max_length:
-            raise UserError(f"{conversation.where}: its prompt has {len(tokens):,} tokens; with the answer that is more than the target takes. Remove the row, or lower evaluate.max_new_tokens.")
+            raise UserError(
+                f"{conversation.where}: its prompt has {len(tokens):,} tokens; with the answer that is more than the target takes. Remove the row, or "
+                f"lower evaluate.max_new_tokens."
+            )
         taken[category] = taken.get(category, 0) + 1
         prompts.append(Prompt(f"{category}/{conversation.id}", category, tokens))
     if not prompts:
@@ -111,7 +122,14 @@ def read_prompts(paths: list[str], per_category: int, chat: Chat, max_length: in
 
 
 def _measure(
-    engine: TransformersEngine, exported: ExportedDraft, embedding: torch.Tensor, prompt: Prompt, stop_ids: frozenset[int], max_new_tokens: int, num_draft_tokens: int, draft_first: bool
+    engine: TransformersEngine,
+    exported: ExportedDraft,
+    embedding: torch.Tensor,
+    prompt: Prompt,
+    stop_ids: frozenset[int],
+    max_new_tokens: int,
+    num_draft_tokens: int,
+    draft_first: bool,
 ) -> dict[str, Any]:
     """Both decodings of one prompt, in turns first, so that neither always finds the machine warm."""
 
@@ -140,7 +158,9 @@ def _measure(
     }
 
 
-def _simulated(engine: TransformersEngine, exported: ExportedDraft, embedding: torch.Tensor, prompt: list[int], answer: list[int], num_draft_tokens: int) -> Acceptance:
+def _simulated(
+    engine: TransformersEngine, exported: ExportedDraft, embedding: torch.Tensor, prompt: list[int], answer: list[int], num_draft_tokens: int
+) -> Acceptance:
     text = [*prompt, *answer]
     (states_TLD,) = engine.capture([text], [*exported.draft.shape.aux_layers, engine.spec.num_layers])
     supervised = torch.arange(len(text)) >= len(prompt)
@@ -179,7 +199,7 @@ def _seen_in_training(prompts: list[Prompt], prepare_folder: Path) -> list[str]:
     """The prompts with which some training row begins: their figures would flatter the draft."""
     wanted = {torch.tensor(prompt.tokens, dtype=torch.int32).numpy().tobytes(): prompt.id for prompt in prompts}
     lengths = sorted({len(key) for key in wanted})
-    seen = set()
+    seen: set[str] = set()
     for row in read_rows(prepare_folder):
         if not row.holdout:
             data = row.tokens.numpy().tobytes()
@@ -213,7 +233,16 @@ def _report(summary: dict[str, Any], context: Context) -> None:
     Console(width=max(120, Console().width)).print(table)
     say = context.reporter.say
     for entry in summary["prompts_that_differ"]:
-        say(f"evaluate: {entry['id']}: the texts part; the target's two best tokens came as close as {entry['smallest_margin']:.2g} in logit" + (", which is rounding" if entry["smallest_margin"] < 1e-3 else ""))
+        say(
+            f"evaluate: {entry['id']}: the texts part; the target's two best tokens came as close as {entry['smallest_margin']:.2g} in logit"
+            + (", which is rounding" if entry["smallest_margin"] < 1e-3 else "")
+        )
     if summary["prompts_seen_in_training"]:
-        say(f"evaluate: warning: {len(summary['prompts_seen_in_training'])} of the prompts were also trained on ({summary['prompts_seen_in_training'][0]}, ...): their figures flatter the draft")
-    say(f"evaluate: acceptance length {summary['acceptance_length'] or 0:.3f} (simulated {summary['simulated_acceptance_length'] or 0:.3f}), {summary['speedup']:.2f} times the plain speed; {context.folder / 'summary.json'}")
+        say(
+            f"evaluate: warning: {len(summary['prompts_seen_in_training'])} of the prompts were also trained on "
+            f"({summary['prompts_seen_in_training'][0]}, ...): their figures flatter the draft"
+        )
+    say(
+        f"evaluate: acceptance length {summary['acceptance_length'] or 0:.3f} (simulated {summary['simulated_acceptance_length'] or 0:.3f}), "
+        f"{summary['speedup']:.2f} times the plain speed; {context.folder / 'summary.json'}"
+    )

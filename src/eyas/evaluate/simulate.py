@@ -99,5 +99,6 @@ def simulate(draft: Draft, embedding: torch.Tensor, ids: torch.Tensor, batch: Ba
     matches_RK = torch.stack(matches, dim=1).cpu()
     num_steps_R, rows_R = batch.num_steps_R.cpu(), batch.rows_R.cpu()
     return [
-        simulate_rounds(matches_RK[doc.row_start : doc.row_end], num_steps_R[doc.row_start : doc.row_end], rows_R[doc.row_start : doc.row_end]) for doc in batch.documents
+        simulate_rounds(matches_RK[doc.row_start : doc.row_end], num_steps_R[doc.row_start : doc.row_end], rows_R[doc.row_start : doc.row_end])
+        for doc in batch.documents
     ]

@@ -46,7 +46,14 @@ def plain_decode(engine: TransformersEngine, prompt: Sequence[int], stop_ids: fr
 
 @torch.inference_mode()
 def speculative_decode(
-    engine: TransformersEngine, draft: Draft, embedding: torch.Tensor, ids: torch.Tensor, prompt: Sequence[int], stop_ids: frozenset[int], max_new_tokens: int, num_draft_tokens: int
+    engine: TransformersEngine,
+    draft: Draft,
+    embedding: torch.Tensor,
+    ids: torch.Tensor,
+    prompt: Sequence[int],
+    stop_ids: frozenset[int],
+    max_new_tokens: int,
+    num_draft_tokens: int,
 ) -> Decoded:
     """Draft K tokens, score them in one forward of the target, keep those that it would have chosen and the one it chooses next.
 
@@ -77,7 +84,9 @@ def speculative_decode(
     return Decoded(tokens, time.perf_counter() - began, acceptance, float("nan"))
 
 
-def _draft_tokens(draft: Draft, embedding: torch.Tensor, ids: torch.Tensor, aux_NAD: torch.Tensor, text: list[int], cache: DraftCache, num_draft_tokens: int) -> list[int]:
+def _draft_tokens(
+    draft: Draft, embedding: torch.Tensor, ids: torch.Tensor, aux_NAD: torch.Tensor, text: list[int], cache: DraftCache, num_draft_tokens: int
+) -> list[int]:
     """Step 0 reads the features of the N newest verified positions, each with the embedding of the token after it; later steps read the draft's own."""
     num_new = len(aux_NAD)
     first = len(text) - 1 - num_new  # the position of the first of them

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from eyas.artifact import read_json
@@ -38,8 +39,8 @@ def load_export(folder: Path) -> ExportedDraft:
         draft = Draft(shape)
         draft.load_state_dict({name: tensor.float() for name, tensor in tensors.items() if name not in NOT_WEIGHTS})
     except FileNotFoundError as error:
-        raise UserError(f"{error.filename or folder} does not exist. Run `eyas export` again.") from None
-    except (ValueError, KeyError, RuntimeError) as error:
+        raise UserError(f"{error.filename or folder / 'model.safetensors'} does not exist. Run `eyas export` again.") from None
+    except (ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
         raise UserError(f"{folder} is no sound export: {str(error).splitlines()[0]}. Run `eyas export` again.") from None
     return ExportedDraft(draft.eval(), ids)
 

@@ -34,7 +34,9 @@ def draft_config(shape: DraftShape, engine: Engine, dtype: str, target: dict[str
         "rms_norm_eps": shape.rms_norm_eps,
         "rope_parameters": shape.rope_parameters,
         "rope_theta": shape.rope_parameters["rope_theta"],
-        "rope_scaling": None if shape.rope_parameters["rope_type"] == "default" else {key: value for key, value in shape.rope_parameters.items() if key != "rope_theta"},
+        "rope_scaling": None
+        if shape.rope_parameters["rope_type"] == "default"
+        else {key: value for key, value in shape.rope_parameters.items() if key != "rope_theta"},
         "max_position_embeddings": shape.max_position_embeddings,
         "vocab_size": shape.vocab_size,
         "draft_vocab_size": shape.draft_vocab_size,

@@ -1,6 +1,6 @@
 """The stage `export`: the best checkpoint -> export/vllm and export/sglang, two folders alike but for the layer ids.
 
-    config.json   model.safetensors (weights, d2t, t2d; the embedding is the target's and left out)
+config.json   model.safetensors (weights, d2t, t2d; the embedding is the target's and left out)
 """
 
 from __future__ import annotations
@@ -65,6 +65,9 @@ def _check(context: Context, draft: Any, ids: torch.Tensor, dtype: torch.dtype) 
         exported = load_export(context.folder / engine)
         error = largest_difference(draft, exported.draft)
         if not torch.equal(exported.ids, ids) or not error <= (1e-6 if dtype == torch.float32 else 0.05):
-            raise UserError(f"{context.folder / engine} does not give the logits that were trained (difference {error:.2g}). Run `eyas export` again; if it stays, please report it.")
+            raise UserError(
+                f"{context.folder / engine} does not give the logits that were trained (difference {error:.2g}). Run `eyas export` again; if it stays, "
+                f"please report it."
+            )
         worst = max(worst, error)
     return worst

@@ -33,7 +33,10 @@ class FeatureReader:
     def require(self, keys: Iterable[str]) -> None:
         missing = [key for key in keys if key not in self.places]
         if missing:
-            raise UserError(f"{self.folder} lacks the features of {len(missing):,} rows (the first is {missing[0]}). Delete its manifest.json and run `eyas extract`: it captures only what is missing.")
+            raise UserError(
+                f"{self.folder} lacks the features of {len(missing):,} rows (the first is {missing[0]}). Delete its manifest.json and run `eyas "
+                f"extract`: it captures only what is missing."
+            )
 
     def row(self, key: str) -> FeatureRow:
         entry, start = self.places[key]

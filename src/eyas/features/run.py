@@ -15,7 +15,7 @@ import torch
 from eyas.artifact import hash_json
 from eyas.config import RunConfig
 from eyas.errors import UserError
-from eyas.features.shard import INDEX, FeatureRow, open_index, write_shard
+from eyas.features.shard import INDEX, FeatureRow, next_number, open_index, write_shard
 from eyas.features.verify import TOLERANCE, prove_capture
 from eyas.prepare.run import PreparedRow, read_rows
 from eyas.stage import Context, Result
@@ -51,11 +51,18 @@ def work(context: Context) -> Result:
             engine, head = open_engine(config, spec), read_head(spec)
             dtypes = (resolve_dtype(config.target.dtype, resolve_device(config.target.device)), store_dtype)
             tolerance = max(TOLERANCE[dtype] for dtype in dtypes)
-            number = 1 + max((int(entry.file[6:11]) for entry in entries), default=-1)
+            number = next_number(folder)
             buffer: list[FeatureRow] = []
             for batch in _batches(missing, config.features.batch_tokens):
-                for row, states in zip(batch, engine.capture([row.tokens.tolist() for row in batch], [*capture["features"]["layers"], spec.num_layers]), strict=True):
+                for row, states in zip(
+                    batch, engine.capture([row.tokens.tolist() for row in batch], [*capture["features"]["layers"], spec.num_layers]), strict=True
+                ):
                     states = states.to(store_dtype)
+                    if not states.isfinite().all():
+                        raise UserError(
+                            f"The target gave features that are not finite for row {row.key}. No shard was written. "
+                            'Set target.dtype = "float32", or check its weights.'
+                        )
                     buffer.append(FeatureRow(row.key, row.tokens, row.supervised, states[:, :3].contiguous(), states[:, 3].contiguous()))
                 last_batch = batch[-1] is missing[-1]
                 if last_batch or sum(row.aux.nbytes + row.last.nbytes for row in buffer) >= config.features.shard_mib << 20:
@@ -64,17 +71,21 @@ def work(context: Context) -> Result:
                     number, buffer = number + 1, []
                 task.advance(sum(len(row.tokens) for row in batch))
     wanted = {row.key for row in rows}
-    counts = {
+    num_bytes = sum(entry.bytes for entry in entries)
+    counts: dict[str, Any] = {
         "rows": len(rows),
         "rows_captured_now": len(missing),
         "tokens": sum(len(row.tokens) for row in rows),
         "shards": len(entries),
-        "bytes": sum(entry.bytes for entry in entries),
+        "bytes": num_bytes,
         "rows_no_longer_wanted": sum(key not in wanted for entry in entries for key in entry.keys),
         "proof_of_capture_nats": max(errors, default=None),
     }
-    proof = f", proof of capture within {counts['proof_of_capture_nats']:.2g} nats" if errors else ""
-    context.reporter.say(f"extract: {counts['rows']:,} rows, {counts['tokens']:,} tokens, layers {capture['features']['layers']} and {spec.num_layers}, {counts['bytes'] / 1e6:,.0f} MB in {counts['shards']} shards{proof}")
+    proof = f", proof of capture within {max(errors):.2g} nats" if errors else ""
+    context.reporter.say(
+        f"extract: {counts['rows']:,} rows, {counts['tokens']:,} tokens, layers {capture['features']['layers']} and {spec.num_layers}, "
+        f"{counts['bytes'] / 1e6:,.0f} MB in {counts['shards']} shards{proof}"
+    )
     return Result(counts, content=hash_json([capture, sorted(wanted)]))
 
 
@@ -94,6 +105,7 @@ def _check_disk(context: Context, num_bytes: int) -> None:
     free = shutil.disk_usage(context.folder).free
     if num_bytes + FREE_FLOOR > free:
         raise UserError(
-            f"The features need {num_bytes / 1e9:.2f} GB in {context.folder}, and the disk has {free / 1e9:.2f} GB free, of which {FREE_FLOOR / 1e9:.2f} GB are left alone. "
+            f"The features need {num_bytes / 1e9:.2f} GB in {context.folder}, and the disk has {free / 1e9:.2f} GB free, of which "
+            f"{FREE_FLOOR / 1e9:.2f} GB are left alone. "
             "Free some space, set run.folder to another disk, or give fewer conversations."
         )

@@ -65,12 +65,12 @@ def open_index(folder: Path, capture: dict[str, Any]) -> list[ShardEntry]:
     """The complete shards captured as `capture` says; shards of anything else, and what the index does not list, are removed."""
     path = folder / INDEX
     lines = _whole_lines(path)
-    if not lines or json.loads(lines[0]).get("capture") != capture:
+    if not lines or _parsed(path, lines[0]).get("capture") != capture:
         path.unlink(missing_ok=True)
         entries = []
         _append(folder, {"capture": capture})
     else:
-        entries = [ShardEntry(**json.loads(line)) for line in lines[1:]]
+        entries = [_entry(path, line) for line in lines[1:]]
     listed = {entry.file for entry in entries}
     for stray in folder.glob("shard-*"):
         if stray.name not in listed:
@@ -83,7 +83,29 @@ def read_index(folder: Path) -> list[ShardEntry]:
     lines = _whole_lines(folder / INDEX)
     if not lines:
         raise UserError(f"{folder / INDEX} is missing or empty, so nothing says which shards are complete. Run `eyas extract` again.")
-    return [ShardEntry(**json.loads(line)) for line in lines[1:]]
+    return [_entry(folder / INDEX, line) for line in lines[1:]]
+
+
+def _parsed(path: Path, line: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is damaged. Delete the folder {path.parent} and run `eyas extract` again.")
+    return value
+
+
+def _entry(path: Path, line: bytes) -> ShardEntry:
+    try:
+        return ShardEntry(**_parsed(path, line))
+    except TypeError:
+        raise UserError(f"{path} is damaged. Delete the folder {path.parent} and run `eyas extract` again.") from None
+
+
+def next_number(folder: Path) -> int:
+    """One that no shard listed in the index has had, lost ones included: a name stands for one content for ever."""
+    return 1 + max((int(entry.file[6:11]) for entry in read_index(folder)), default=-1)
 
 
 def check_shard(folder: Path, entry: ShardEntry) -> None:
@@ -92,7 +114,10 @@ def check_shard(folder: Path, entry: ShardEntry) -> None:
     if not path.exists():
         raise UserError(f"{path} is gone. Delete {folder / 'manifest.json'} and run `eyas extract`: it captures only what is missing.")
     if path.stat().st_size != entry.bytes or hash_file(path) != entry.xxh3:
-        raise UserError(f"{path} is damaged: its checksum is not the one in {INDEX}. Delete it and {folder / 'manifest.json'}, then run `eyas extract`: it captures only what is missing.")
+        raise UserError(
+            f"{path} is damaged: its checksum is not the one in {INDEX}. Delete it and {folder / 'manifest.json'}, then run `eyas extract`: it captures "
+            f"only what is missing."
+        )
 
 
 def _append(folder: Path, entry: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from eyas.errors import UserError
-from eyas.prepare.sources import Message
+from eyas.prepare.sources import Message, is_open
 from eyas.target.spec import TargetSpec
 
 
@@ -37,8 +37,9 @@ class Chat:
         self.stop_ids = frozenset(stop_ids) | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else frozenset())
 
     def text(self, messages: list[Message], generation_prompt: bool) -> str:
+        plain = [{key: value for key, value in message.items() if key != "ids"} for message in messages]
         try:
-            rendered: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
+            rendered: str = self.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=generation_prompt)
         except Exception as error:  # a template is a program of its own and may raise anything
             raise Unrenderable(f"the chat template refuses it ({type(error).__name__}: {error})"[:160]) from None
         return rendered
@@ -52,21 +53,18 @@ class Chat:
         """What a server would feed the target to get the next answer."""
         return self.ids(self.text(messages, generation_prompt=True))
 
-    def answer_text(self, ids: list[int]) -> str:
-        """A written answer as a message's content: without the stop token."""
-        if ids and ids[-1] in self.stop_ids:
-            ids = ids[:-1]
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+    def answer(self, ids: list[int]) -> Message:
+        """An answer that the target wrote, as a message: its text without the stop token, and under "ids" the very tokens that were sampled."""
+        text_ids = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
+        text = self.tokenizer.decode(text_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return {"role": "assistant", "content": text, "ids": ids}
 
-    def rows(self, messages: list[Message], cut: bool) -> list[Row]:
-        """One row if each turn's prompt continues the row so far; else one row an answer, each as it would be served.
-
-        cut: the last answer was ended by a length limit, so its row ends without a stop token.
-        Raises Unrenderable.
-        """
+    def rows(self, messages: list[Message]) -> list[Row]:
+        """One row if each turn's prompt continues the row so far; else one row an answer, each as it would be served. Raises Unrenderable."""
+        if any(is_open(message) for message in messages):
+            raise Unrenderable("an answer is missing")
         answers = [j for j, message in enumerate(messages) if message["role"] == "assistant"]
-        parts = [self._prompt_and_answer(messages, j, cut and j == answers[-1]) for j in answers]
+        parts = [self._prompt_and_answer(messages, j) for j in answers]
         tokens: list[int] = []
         supervised: list[bool] = []
         for prompt, answer, num_supervised in parts:
@@ -76,8 +74,10 @@ class Chat:
             tokens, supervised = tokens + row.tokens, supervised + row.supervised
         return [Row(tokens, supervised)]
 
-    def _prompt_and_answer(self, messages: list[Message], j: int, cut: bool) -> tuple[list[int], list[int], int]:
+    def _prompt_and_answer(self, messages: list[Message], j: int) -> tuple[list[int], list[int], int]:
         """Ids of the prompt for message j, ids that the answer adds, how many of those are supervised."""
+        if "ids" in messages[j]:  # as sampled; encoding the text again may give other tokens, which the target did not choose
+            return self.prompt_ids(messages[:j]), messages[j]["ids"], len(messages[j]["ids"])
         before, after = self.text(messages[:j], generation_prompt=True), self.text(messages[: j + 1], generation_prompt=False)
         if not after.startswith(before):
             raise Unrenderable("the chat template does not continue its own generation prompt")
@@ -89,8 +89,6 @@ class Chat:
             raise Unrenderable("no stop token follows the answer")
         if len(stops) > 1:
             raise Unrenderable("a stop token stands inside the answer")
-        if cut:
-            return prompt, answer[: stops[0]], stops[0]
         return prompt, answer, stops[0] + 1
 
 
@@ -104,7 +102,10 @@ def load_chat(spec: TargetSpec, trust_remote_code: bool) -> Chat:
         tokenizer = AutoTokenizer.from_pretrained(spec.path, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # tokenizers raise whatever their parsers do
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"No tokenizer can be loaded from {spec.path}: {first}. Complete the folder, or set target.trust_remote_code = true if it brings code that you trust.") from None
+        raise UserError(
+            f"No tokenizer can be loaded from {spec.path}: {first}. Complete the folder, or set target.trust_remote_code = true if it brings code that "
+            f"you trust."
+        ) from None
     if not tokenizer.chat_template:
         raise UserError(
             f"{spec.path} has no chat template, so Eyas cannot know how prompts reach the target. Add the model's chat_template.jinja to the folder; "

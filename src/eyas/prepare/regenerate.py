@@ -14,7 +14,7 @@ from pathlib import Path
 
 from eyas.artifact import hash_json
 from eyas.prepare.chat import Chat, Unrenderable
-from eyas.prepare.sources import Conversation
+from eyas.prepare.sources import Conversation, is_open
 from eyas.progress import Task
 from eyas.target.engine import Answer, Sampling, TargetEngine
 
@@ -23,15 +23,23 @@ FILE = "answers.jsonl"
 
 def next_open(conversation: Conversation) -> int | None:
     """The position of the first answer still to be written."""
-    return next((j for j, m in enumerate(conversation.messages) if m["role"] == "assistant" and m["content"] is None), None)
+    return next((j for j, m in enumerate(conversation.messages) if is_open(m)), None)
 
 
 def count_open(conversations: list[Conversation]) -> int:
-    return sum(message["role"] == "assistant" and message["content"] is None for c in conversations for message in c.messages)
+    return sum(is_open(message) for c in conversations for message in c.messages)
 
 
 def write_answers(
-    conversations: list[Conversation], chat: Chat, engine: TargetEngine, sampling: Sampling, batch: int, setting: dict[str, str], folder: Path, task: Task, counts: Counter[str]
+    conversations: list[Conversation],
+    chat: Chat,
+    engine: TargetEngine,
+    sampling: Sampling,
+    batch: int,
+    setting: dict[str, str],
+    folder: Path,
+    task: Task,
+    counts: Counter[str],
 ) -> list[Conversation]:
     """Fills every open answer; a conversation whose answer was cut off by the limit ends there.
 
@@ -39,6 +47,7 @@ def write_answers(
     """
     known = _read(folder / FILE)
     results = list(conversations)
+    asked: Counter[str] = Counter()  # the same prompt asked again is another question, with an answer of its own
     with open(folder / FILE, "ab") as file:
         while True:
             prompts = {}
@@ -54,7 +63,11 @@ def write_answers(
             order = sorted(prompts, key=lambda index: (len(prompts[index]), results[index].id, index))
             for start in range(0, len(order), batch):
                 group = order[start : start + batch]
-                keys = [hash_json([prompts[index], sampling.__dict__, setting]) for index in group]
+                keys = []
+                for index in group:
+                    question = hash_json([prompts[index], sampling.__dict__, setting])
+                    keys.append(f"{question}-{asked[question]}")
+                    asked[question] += 1
                 if all(key in known for key in keys):
                     task.skip(len(group))
                 else:
@@ -73,9 +86,8 @@ def write_answers(
 def _filled(conversation: Conversation, answer: Answer, chat: Chat) -> Conversation:
     j = next_open(conversation)
     assert j is not None
-    cut = answer.finish == "length"
-    written = {"role": "assistant", "content": chat.answer_text(answer.tokens)}
-    return replace(conversation, messages=[*conversation.messages[:j], written, *([] if cut else conversation.messages[j + 1 :])], cut=cut)
+    rest = conversation.messages[j + 1 :] if answer.finish == "stop" else []
+    return replace(conversation, messages=[*conversation.messages[:j], chat.answer(answer.tokens), *rest])
 
 
 def _read(path: Path) -> dict[str, Answer]:

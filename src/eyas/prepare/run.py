@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import xxhash
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from eyas.artifact import hash_file, write_bytes, write_tensors
@@ -74,11 +75,26 @@ def work(context: Context) -> Result:
                 continue
             seen.add(prepared.key)
             rows.append(prepared)
-            lines.append({"key": prepared.key, "conversation": conversation.id, "source": conversation.where, "tokens": len(row.tokens), "supervised": sum(row.supervised), "holdout": prepared.holdout})
+            lines.append(
+                {
+                    "key": prepared.key,
+                    "conversation": conversation.id,
+                    "source": conversation.where,
+                    "tokens": len(row.tokens),
+                    "supervised": sum(row.supervised),
+                    "holdout": prepared.holdout,
+                }
+            )
     _check_kept(rows, dropped, context.reporter)
     _write(folder, rows, lines)
-    _write_prompts(folder, [conversation for conversation in conversations if _held_out(conversation.id, config)])
-    counts.update(rows=len(rows), holdout_rows=sum(row.holdout for row in rows), tokens=sum(len(row.tokens) for row in rows), supervised=sum(int(row.supervised.sum()) for row in rows))
+    kept_held_out = {line["source"] for line in lines if line["holdout"]}
+    _write_prompts(folder, [conversation for conversation in conversations if conversation.where in kept_held_out])
+    counts.update(
+        rows=len(rows),
+        holdout_rows=sum(row.holdout for row in rows),
+        tokens=sum(len(row.tokens) for row in rows),
+        supervised=sum(int(row.supervised.sum()) for row in rows),
+    )
     share = counts["supervised"] / counts["tokens"]
     context.reporter.say(
         f"prepare: {counts['conversations']:,} conversations -> {counts['rows']:,} rows ({counts['holdout_rows']:,} held out), {counts['tokens']:,} tokens, "
@@ -94,7 +110,15 @@ def _answered(context: Context, conversations: list[Conversation], chat: Chat, n
     with context.reporter.task(context.folder, "writing answers", num_open, "answers") as task:
         engine = open_engine(config, context.spec)
         return write_answers(
-            conversations, chat, engine, sampling, config.data.generate_batch, {"target": context.spec.fingerprint["weights"], "dtype": str(dtype)}, context.folder, task, counts
+            conversations,
+            chat,
+            engine,
+            sampling,
+            config.data.generate_batch,
+            {"target": context.spec.fingerprint["weights"], "dtype": str(dtype)},
+            context.folder,
+            task,
+            counts,
         )
 
 
@@ -104,7 +128,7 @@ def _rows(conversation: Conversation, chat: Chat, max_length: int, counts: Count
         dropped["the chat template refuses its prompt"] += 1
         return
     try:
-        rows = chat.rows(conversation.messages, conversation.cut)
+        rows = chat.rows(conversation.messages)
     except Unrenderable as reason:
         dropped[str(reason)] += 1
         return
@@ -135,7 +159,9 @@ def _reasons(dropped: Counter[str]) -> str:
 
 def _check_kept(rows: list[PreparedRow], dropped: Counter[str], reporter: Reporter) -> None:
     if not rows:
-        raise UserError(f"No row is left to train on: {_reasons(dropped).strip(' ()') or 'the data files hold no conversations'}. Mend the data or the settings in [data].")
+        raise UserError(
+            f"No row is left to train on: {_reasons(dropped).strip(' ()') or 'the data files hold no conversations'}. Mend the data or the settings in [data]."
+        )
     if all(row.holdout for row in rows):
         raise UserError("All conversations fell into the held-out part. Give more data, or set data.holdout = 0.")
     if sum(dropped.values()) > len(rows):
@@ -165,10 +191,19 @@ def _write_prompts(folder: Path, conversations: list[Conversation]) -> None:
 
 def read_rows(folder: Path) -> list[PreparedRow]:
     """All rows of a finished prepare/ folder, in order."""
-    tensors = load_file(folder / ROWS)
-    offsets = tensors["offsets"].tolist()
-    keys = [json.loads(line)["key"] for line in (folder / "rows.jsonl").read_bytes().splitlines()]
-    return [
-        PreparedRow(key, tensors["tokens"][start:end], tensors["supervised"][start:end], bool(holdout))
-        for key, start, end, holdout in zip(keys, offsets[:-1], offsets[1:], tensors["holdout"].tolist(), strict=True)
-    ]
+    try:
+        tensors = load_file(folder / ROWS)
+        offsets = tensors["offsets"].tolist()
+        keys = [json.loads(line)["key"] for line in (folder / "rows.jsonl").read_bytes().splitlines()]
+        rows = [
+            PreparedRow(key, tensors["tokens"][start:end], tensors["supervised"][start:end], bool(holdout))
+            for key, start, end, holdout in zip(keys, offsets[:-1], offsets[1:], tensors["holdout"].tolist(), strict=True)
+        ]
+        whole = all(row.key == _key(Row(row.tokens.tolist(), row.supervised.tolist())) for row in rows)
+    except (SafetensorError, ValueError, KeyError, TypeError):
+        whole = False
+    if not whole:
+        raise UserError(
+            f"{folder / ROWS} or rows.jsonl beside it is damaged. Delete {folder / 'manifest.json'} and run `eyas prepare`; written answers are kept."
+        )
+    return rows

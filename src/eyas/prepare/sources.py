@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Conversation:
-    """`messages` in the OpenAI form; an assistant message whose content is None is one that the target is to write.
-
-    `cut` says that the last answer was ended by a length limit, not by the target.
-    """
+    """`messages` in the OpenAI form; an assistant message whose content is None is one that the target is to write."""
 
     id: str
     messages: list[Message]
     where: str  # file and line, for messages to the user
     category: str = ""
-    cut: bool = field(default=False, compare=False)
 
 
 def read_conversations(paths: list[str]) -> Iterator[Conversation]:
@@ -54,13 +50,30 @@ def read_conversations(paths: list[str]) -> Iterator[Conversation]:
 def _conversation(line: bytes, where: str) -> Conversation:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # RecursionError: a hundred thousand brackets
         raise UserError(f"{where} is not JSON: {error}. Each line must be one JSON object.") from None
     if not isinstance(row, dict):
         raise UserError(f"{where} holds {type(row).__name__}, not an object. A row has messages, prompt or turns.")
     messages = _messages(row, where)
     name = str(row["id"]) if row.get("id") is not None else hash_json(messages)[:16]
-    return Conversation(name, messages, where, str(row.get("category") or ""))
+    category = str(row.get("category") or "")
+    for key, value in (("id", name), ("category", category)):
+        if not _encodable(value):
+            raise UserError(f"{where}: {key} holds a lone surrogate, half a character. Mend the row.")
+    return Conversation(name, messages, where, category)
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def is_open(message: Message) -> bool:
+    """Whether the target is to write this message; one that calls a tool has no text and is complete."""
+    return message["role"] == "assistant" and message["content"] is None and not message.get("tool_calls")
 
 
 def _messages(row: dict[str, Any], where: str) -> list[Message]:
@@ -81,12 +94,9 @@ def _messages(row: dict[str, Any], where: str) -> list[Message]:
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and role == "assistant"):
             raise UserError(f"{where}: message {position} has content of type {type(content).__name__}; it must be text.")
-        if isinstance(content, str) and not content.isascii():
-            try:
-                content.encode()
-            except UnicodeEncodeError:
-                raise UserError(f"{where}: message {position} holds a lone surrogate, half a character, which no tokenizer can read.") from None
-    return messages
+        if isinstance(content, str) and not _encodable(content):
+            raise UserError(f"{where}: message {position} holds a lone surrogate, half a character, which no tokenizer can read. Mend the row.")
+    return [{key: value for key, value in message.items() if key != "ids"} for message in messages]  # "ids" is ours: tokens that the target sampled
 
 
 def _each_answered(turns: Any, where: str) -> list[Message]:
@@ -102,11 +112,11 @@ def with_open_answers(conversation: Conversation, regenerate: str) -> Conversati
     """
     messages = list(conversation.messages)
     if regenerate == "never":
-        while messages and (messages[-1]["role"] != "assistant" or messages[-1]["content"] is None):
+        while messages and (messages[-1]["role"] != "assistant" or is_open(messages[-1])):
             messages.pop()
         if not any(message["role"] == "assistant" for message in messages):
             raise UserError(
-                f"{conversation.where} has no assistant turn to learn from. Set data.regenerate = \"missing\" to let the target answer it, or remove the row."
+                f'{conversation.where} has no assistant turn to learn from. Set data.regenerate = "missing" to let the target answer it, or remove the row.'
             )
     else:
         if messages[-1]["role"] != "assistant":

@@ -57,11 +57,15 @@ def read_head(spec: TargetSpec) -> TargetHead:
         )
     for scale in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
         if spec.text_config.get(scale, 1.0) not in (None, 1.0):
-            raise UserError(f"{spec.path}: config.json scales the logits ({scale} = {spec.text_config[scale]}), which Eyas does not yet do. Choose another target.")
+            raise UserError(
+                f"{spec.path}: config.json scales the logits ({scale} = {spec.text_config[scale]}), which Eyas does not yet do. Choose another target."
+            )
     names = {name: path for path in sorted(spec.path.glob("*.safetensors")) for name in read_header(path)}
 
     def read(*endings: str) -> torch.Tensor:
-        found = [name for name in names if any(name == ending or name.endswith("." + ending) for ending in endings) and "visual" not in name and "vision" not in name]
+        found = [
+            name for name in names if any(name == ending or name.endswith("." + ending) for ending in endings) and "visual" not in name and "vision" not in name
+        ]
         if not found:
             raise UserError(f"{spec.path}: no tensor named {' or '.join(endings)} in its *.safetensors files. Download the model completely.")
         name = min(found, key=len)

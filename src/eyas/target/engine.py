@@ -66,10 +66,12 @@ def resolve_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(device)
+        if found.type not in ("cpu", "cuda"):
+            raise RuntimeError
     except RuntimeError:
         raise UserError(f"target.device = {device!r} is no device. Use auto, cpu, cuda or cuda:0.") from None
     if found.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"target.device = {device!r}, but torch finds no GPU here. Use target.device = \"cpu\", or install torch for your GPU.")
+        raise UserError(f'target.device = {device!r}, but torch finds no GPU here. Use target.device = "cpu", or install torch for your GPU.')
     return found
 
 

@@ -54,7 +54,11 @@ def read_spec(path: Path) -> TargetSpec:
     if missing:
         raise UserError(f"{path / 'config.json'} does not state {', '.join(missing)}. Eyas needs a decoder-only language model's config.")
     generation = _read_config(path / "generation_config.json", required=False)
-    stop = generation.get("eos_token_id", text.get("eos_token_id", config.get("eos_token_id")))
+    wrong = [key for key in ("num_hidden_layers", "hidden_size", "vocab_size") if type(text[key]) is not int or text[key] < 1]
+    if wrong:
+        raise UserError(f"{path / 'config.json'} states {wrong[0]} = {text[wrong[0]]!r}, which must be a whole number above 0. Download or copy it again.")
+    stops = (source.get("eos_token_id") for source in (generation, text, config))
+    stop = next((found for found in stops if found is not None), None)
     return TargetSpec(
         path=path,
         text_config=text,
@@ -77,7 +81,7 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
             header: dict[str, Any] = json.loads(file.read(length))
         header.pop("__metadata__", None)
         whole = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (struct.error, ValueError, KeyError, MemoryError, OverflowError):
+    except (struct.error, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, MemoryError, OverflowError):
         raise UserError(f"{path} is not a whole safetensors file. Download or copy it again.") from None
     if path.stat().st_size < whole:
         raise UserError(f"{path} has {path.stat().st_size:,} bytes of {whole:,}: it is cut short. Download or copy it again.")
@@ -113,7 +117,15 @@ def _weights_fingerprint(config: Path, weights: list[Path]) -> str:
 
 def _tokenizer_fingerprint(path: Path) -> str:
     digest = xxhash.xxh3_128()
-    for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "generation_config.json"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+        "generation_config.json",
+    ):
         if (path / name).is_file():
             digest.update(f"{name} {hash_file(path / name)} ".encode())
     return digest.hexdigest()

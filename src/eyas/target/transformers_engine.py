@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from eyas.errors import UserError
 from eyas.target.engine import Answer, Sampling
@@ -22,10 +22,23 @@ class TransformersEngine:
     def __init__(self, spec: TargetSpec, device: torch.device, dtype: torch.dtype, trust_remote_code: bool) -> None:
         self.spec, self.device, self.dtype = spec, device, dtype
         try:
-            self.model: Any = AutoModelForCausalLM.from_pretrained(spec.path, dtype=dtype, trust_remote_code=trust_remote_code, local_files_only=True)
-        except (OSError, ValueError, KeyError, ImportError) as error:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                spec.path, dtype=dtype, trust_remote_code=trust_remote_code, local_files_only=True, output_loading_info=True
+            )
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
             first = str(error).strip().splitlines()[0]
-            raise UserError(f"transformers cannot load {spec.path}: {first}. Mend the folder, or set target.trust_remote_code = true if the model brings code that you trust.") from error
+            raise UserError(
+                f"transformers cannot load {spec.path}: {first}. Mend the folder, or set target.trust_remote_code = true if the model brings code that "
+                f"you trust."
+            ) from error
+        self.model, info = loaded
+        # transformers fills what is missing with random numbers and a warning, and no later check could tell.
+        if missing := sorted(info["missing_keys"]):
+            raise UserError(
+                f"{spec.path} lacks {len(missing)} of the tensors that its config.json asks for (the first is {missing[0]}). Download the model completely."
+            )
+        # Its habits (a repetition penalty, a top_k) would bend the answers away from the distribution that the draft is measured against.
+        self.model.generation_config = GenerationConfig()
         self.model.to(device).eval().requires_grad_(False)
         # transformers 5.24 renamed the argument; both names must work, as each user has another release.
         self.cache_argument = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
@@ -57,7 +70,9 @@ class TransformersEngine:
         for b, prompt in enumerate(prompts):
             ids_BT[b, width - len(prompt) :] = torch.as_tensor(prompt)
             mask_BT[b, width - len(prompt) :] = 1
-        choice = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if sampling.temperature > 0 else {"do_sample": False}
+        choice = (
+            {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if sampling.temperature > 0 else {"do_sample": False}
+        )
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(sampling.seed)
             full_BT = self.model.generate(

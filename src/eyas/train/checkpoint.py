@@ -11,14 +11,15 @@ import json
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from eyas.artifact import fsync_folder, read_json, write_json, write_tensors
 from eyas.draft.model import Draft
 from eyas.draft.shape import DraftShape
+from eyas.train.optim import Optimizers
 
 KEPT = 2  # latest checkpoints kept beside the best
 
@@ -32,13 +33,17 @@ class TrainState:
     best_acceptance: float | None
 
 
-def save(folder: Path, draft: Draft, optimizer: torch.optim.Optimizer, state: TrainState) -> Path:
+def save(folder: Path, draft: Draft, optimizer: Optimizers, state: TrainState) -> Path:
     """Writes the checkpoint of state.step, then removes all but the best and the latest."""
     path = folder / f"step-{state.step:06d}"
     temporary = folder / f"{path.name}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    write_tensors(temporary / "weights.safetensors", {name: value.detach().cpu().contiguous() for name, value in draft.state_dict().items()}, {"shape": json.dumps(draft.shape.as_dict())})
+    write_tensors(
+        temporary / "weights.safetensors",
+        {name: value.detach().cpu().contiguous() for name, value in draft.state_dict().items()},
+        {"shape": json.dumps(draft.shape.as_dict())},
+    )
     write_tensors(temporary / "optimizer.safetensors", _optimizer_tensors(draft, optimizer))
     write_json(temporary / "state.json", asdict(state))
     shutil.rmtree(path, ignore_errors=True)
@@ -58,19 +63,17 @@ def latest(folder: Path) -> Path | None:
     return max(folder.glob("step-??????"), default=None)
 
 
-def load(path: Path, draft: Draft, optimizer: torch.optim.Optimizer) -> TrainState:
+def load(path: Path, draft: Draft, optimizer: Optimizers) -> TrainState:
     """Puts weights and moments back, exactly."""
     draft.load_state_dict(load_file(path / "weights.safetensors"))
     tensors = load_file(path / "optimizer.safetensors")
     for name, parameter in draft.named_parameters():
-        optimizer.state[parameter] = {key: tensors[f"{key}.{name}"].to(parameter.device if key != "step" else "cpu") for key in ("step", "exp_avg", "exp_avg_sq")}
+        optimizer.restore(parameter, {key.partition(".")[0]: value for key, value in tensors.items() if key.partition(".")[2] == name})
     return TrainState(**read_json(path / "state.json"))
 
 
 def load_draft(path: Path) -> Draft:
     """A draft from a checkpoint folder, float32 on the CPU."""
-    from safetensors import safe_open
-
     with safe_open(path / "weights.safetensors", "pt") as file:
         shape = DraftShape(**json.loads(file.metadata()["shape"]))
     draft = Draft(shape)
@@ -78,9 +81,6 @@ def load_draft(path: Path) -> Draft:
     return draft.eval()
 
 
-def _optimizer_tensors(draft: Draft, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    tensors: dict[str, Any] = {}
-    for name, parameter in draft.named_parameters():
-        for key, value in optimizer.state[parameter].items():
-            tensors[f"{key}.{name}"] = value.detach().cpu().contiguous()
-    return tensors
+def _optimizer_tensors(draft: Draft, optimizer: Optimizers) -> dict[str, torch.Tensor]:
+    state = optimizer.state
+    return {f"{key}.{name}": value.detach().cpu().contiguous() for name, parameter in draft.named_parameters() for key, value in state[parameter].items()}

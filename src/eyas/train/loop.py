@@ -6,6 +6,7 @@ In: features, vocabulary, target head. Out: checkpoints and log.jsonl (a line an
 from __future__ import annotations
 
 import json
+import math
 import signal
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from eyas.artifact import write_bytes
 from eyas.config import TrainSection
 from eyas.draft.model import Draft
 from eyas.errors import UserError
@@ -27,9 +29,11 @@ from eyas.train import checkpoint
 from eyas.train.batch import Batch, countable_steps, make_batch
 from eyas.train.checkpoint import TrainState
 from eyas.train.loss import LossSums, Teacher, draft_loss
-from eyas.train.optim import learning_rate, make_optimizer
+from eyas.train.optim import Optimizers, make_optimizer, rate_share
 from eyas.train.sampler import epoch_steps, pack
 from eyas.train.unroll import unroll
+
+SHAPE_MULTIPLE = 128  # positions and rows of a batch; fewer shapes are faster, more padding is slower
 
 
 @dataclass(frozen=True)
@@ -48,9 +52,12 @@ class Materials:
 
 def train(draft: Draft, materials: Materials, section: TrainSection, seed: int, folder: Path, reporter: Reporter) -> TrainState:
     """Trains to the end of the schedule, from the newest checkpoint in `folder` if there is one."""
-    epochs = [epoch_steps(materials.train_keys, materials.reader.lengths, section.tokens_per_step, section.tokens_per_batch, seed, epoch) for epoch in range(section.epochs)]
+    epochs = [
+        epoch_steps(materials.train_keys, materials.reader.lengths, section.tokens_per_step, section.tokens_per_batch, seed, epoch)
+        for epoch in range(section.epochs)
+    ]
     schedule = [(epoch, step) for epoch, steps in enumerate(epochs) for step in steps]
-    optimizer = make_optimizer(draft, section)
+    optimizer = make_optimizer(draft, section, materials.dtype)
     state = TrainState(0, 0, None)
     if newest := checkpoint.latest(folder / "checkpoints"):
         state = checkpoint.load(newest, draft, optimizer)
@@ -62,41 +69,49 @@ def train(draft: Draft, materials: Materials, section: TrainSection, seed: int, 
         while state.step < len(schedule):
             began = time.monotonic()
             epoch, keys = schedule[state.step]
-            rate = learning_rate(section, state.step, len(schedule))
-            sums, grad_norm = optimizer_step(draft, optimizer, materials, section, keys, rate)
+            share = rate_share(section, state.step, len(schedule))
+            sums, grad_norm = optimizer_step(draft, optimizer, materials, section, keys, share)
             state = TrainState(state.step + 1, state.best_step, state.best_acceptance)
             loss = float(sum(section.step_weight**k * ce for k, ce in enumerate(sums.cross_entropy.tolist())) / sums.rows[0])
             if not loss < float("inf"):
                 raise UserError(f"The loss became {loss} at step {state.step}. Lower train.lr or train.grad_clip; `eyas train` then begins anew.")
             log.add(
-                step=state.step, epoch=epoch, lr=rate, loss=loss, grad_norm=grad_norm,
-                cross_entropy=(sums.cross_entropy / sums.rows).tolist(), agreement=(sums.agreed / sums.rows).tolist(), seconds=time.monotonic() - began,
+                step=state.step, epoch=epoch, lr=section.lr * share, loss=loss, grad_norm=grad_norm,
+                cross_entropy=per_row(sums.cross_entropy, sums.rows), agreement=per_row(sums.agreed, sums.rows), seconds=time.monotonic() - began,
             )  # fmt: skip
             task.advance(tokens_of[state.step - 1], f"step {state.step}/{len(schedule)}, loss {loss:.3f}, agreement {sums.agreed[0] / sums.rows[0]:.1%}")
-            if state.step % section.checkpoint_every == 0 or state.step == len(schedule) or stop.asked:
+            if state.step % section.checkpoint_every == 0 or state.step == len(schedule):
                 state = measure_and_save(draft, optimizer, materials, section, state, folder, reporter)
+            elif stop.asked:  # not measured: where it was stopped must not decide which checkpoint is the best
+                checkpoint.save(folder / "checkpoints", draft, optimizer, state)
+                reporter.say(f"train: step {state.step} saved")
             if stop.asked:
                 raise KeyboardInterrupt
     return state
 
 
-def optimizer_step(draft: Draft, optimizer: torch.optim.Optimizer, materials: Materials, section: TrainSection, keys: list[list[str]], rate: float) -> tuple[LossSums, float]:
-    """One step of AdamW over the batches `keys`; returns the loss sums and the norm of the gradient before clipping."""
+def per_row(sums: torch.Tensor, rows: torch.Tensor) -> list[float | None]:
+    """Per step: the mean over the rows that count, None where there are none."""
+    return [total / count if count else None for total, count in zip(sums.tolist(), rows.tolist(), strict=True)]
+
+
+def optimizer_step(
+    draft: Draft, optimizer: Optimizers, materials: Materials, section: TrainSection, keys: list[list[str]], share: float
+) -> tuple[LossSums, float]:
+    """One step at `share` of the peak learning rates, over the batches `keys`; returns the loss sums and the norm of the gradient before clipping."""
     rows = [[materials.reader.row(key) for key in batch] for batch in keys]
     # Counted before any backward: each batch is divided by what the whole step holds.
     denominator = float(sum((countable_steps(row.supervised, 1) > 0).sum().item() for batch in rows for row in batch))
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
     total: LossSums | None = None
     for batch_rows in rows:
-        batch = make_batch(batch_rows, section.unroll_steps, materials.dtype).to(materials.device)
+        batch = make_batch(batch_rows, section.unroll_steps, materials.dtype, SHAPE_MULTIPLE).to(materials.device)
         loss, sums = batch_loss(draft, materials, batch, section, denominator)
         loss.backward()
         total = sums if total is None else total + sums
     assert total is not None
     grad_norm = float(torch.nn.utils.clip_grad_norm_(draft.parameters(), section.grad_clip))
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    optimizer.step()
+    optimizer.step(share)
     return total, grad_norm
 
 
@@ -105,13 +120,20 @@ def batch_loss(draft: Draft, materials: Materials, batch: Batch, section: TrainS
     return draft_loss(steps, draft.lm_head.weight, materials.teacher, batch, section.step_weight, denominator)
 
 
-def measure_and_save(draft: Draft, optimizer: torch.optim.Optimizer, materials: Materials, section: TrainSection, state: TrainState, folder: Path, reporter: Reporter) -> TrainState:
+def measure_and_save(
+    draft: Draft, optimizer: Optimizers, materials: Materials, section: TrainSection, state: TrainState, folder: Path, reporter: Reporter
+) -> TrainState:
     """The held-out acceptance decides which checkpoint is the best: a falling loss does not promise a longer acceptance."""
     acceptance = holdout_acceptance(draft, materials, section)
     if acceptance is None or state.best_acceptance is None or acceptance > state.best_acceptance:
         state = TrainState(state.step, state.step, acceptance)
     checkpoint.save(folder / "checkpoints", draft, optimizer, state)
-    shown = "no held-out rows" if acceptance is None else f"simulated acceptance length {acceptance:.3f} on held-out rows (K = {section.unroll_steps}, best {state.best_acceptance:.3f} at step {state.best_step})"
+    shown = (
+        "no held-out rows"
+        if acceptance is None
+        else f"simulated acceptance length {acceptance:.3f} on held-out rows (K = {section.unroll_steps}, best {state.best_acceptance:.3f} at step "
+        f"{state.best_step})"
+    )
     reporter.say(f"train: step {state.step} saved, {shown}")
     return state
 
@@ -132,12 +154,19 @@ class StepLog:
 
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
-        lines = path.read_bytes().splitlines()[:step] if path.exists() else []
-        path.write_bytes(b"".join(line + b"\n" for line in lines))
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        write_bytes(path, b"".join(line + b"\n" for line in lines if _step_of(line) <= step))
 
     def add(self, **values: Any) -> None:
         with open(self.path, "a") as file:
             file.write(json.dumps(values) + "\n")
+
+
+def _step_of(line: bytes) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):  # torn by a power cut
+        return math.inf
 
 
 class StopAtStep:

@@ -50,55 +50,54 @@ class LossSums:
         return LossSums(self.rows + other.rows, self.cross_entropy + other.cross_entropy, self.agreed + other.agreed)
 
 
-def draft_loss(steps: list[StepOutput], head_weight: torch.Tensor, teacher: Teacher, batch: Batch, step_weight: float, denominator: float) -> tuple[torch.Tensor, LossSums]:
+def draft_loss(
+    steps: list[StepOutput], head_weight: torch.Tensor, teacher: Teacher, batch: Batch, step_weight: float, denominator: float
+) -> tuple[torch.Tensor, LossSums]:
     """sum over steps and counting rows of step_weight**k * cross-entropy, divided by `denominator`.
 
     denominator: the rows that count at step 0 in the whole optimiser step, over all its batches, so that the split into batches changes nothing.
     head_weight float32 [Vd, D]. Returns the loss, to be called backward on, and its parts.
     """
-    sums = torch.zeros(3, len(steps), dtype=torch.float64)
+    sums = torch.zeros(3, len(steps), dtype=torch.float64, device=head_weight.device)
     weights = [step_weight**k / denominator for k in range(len(steps))]
-    counted = [step.counts_R.nonzero()[:, 0] for step in steps]
-    rows = [step.hidden_RD[index] for step, index in zip(steps, counted, strict=True)]
-    positions = [step.at_R[index] + 1 for step, index in zip(steps, counted, strict=True)]
-    loss = _ChunkedLoss.apply(head_weight, teacher, batch.last, positions, weights, sums, *rows)
-    return loss, LossSums(*sums)
+    taught_by_KR = torch.stack([(step.at_R + 1).clamp(max=batch.num_tokens - 1) for step in steps])
+    counts_KR = torch.stack([step.counts_R for step in steps])
+    loss = _ChunkedLoss.apply(head_weight, teacher, batch.last, taught_by_KR, counts_KR, weights, sums, *(step.hidden_RD for step in steps))
+    return loss, LossSums(*sums.cpu())
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """rows: per step [C_k, D], those that count; positions: per step, where in `last` their teacher stands. Fills `sums` [3, K]."""
+    """rows: per step [R, D]; taught_by_KR: where in `last` their teacher stands; counts_KR: whether they count. Fills `sums` [3, K].
+
+    Rows that do not count are computed with weight zero: there are few, and constant shapes are worth more than they cost.
+    """
 
     @staticmethod
-    def forward(ctx: Any, head_weight: torch.Tensor, teacher: Teacher, last_TD: torch.Tensor, positions: list[torch.Tensor], weights: list[float], sums: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, head_weight: torch.Tensor, teacher: Teacher, last_TD: torch.Tensor, taught_by_KR: torch.Tensor, counts_KR: torch.Tensor,
+        weights: list[float], sums: torch.Tensor, *rows: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
         head = head_weight.to(rows[0].dtype)
         grad_head = torch.zeros_like(head_weight)
         grad_rows = [torch.empty_like(row) for row in rows]
         loss = torch.zeros((), dtype=torch.float32, device=head.device)
-        bounds = torch.arange(0, len(last_TD) + CHUNK, CHUNK, device=head.device)
-        cuts = [torch.searchsorted(at, bounds).tolist() for at in positions]
-        # One chunk of teacher positions serves all steps: the teacher is computed once for each position, not once a step.
-        for chunk in range(len(bounds) - 1):
-            parts = [(k, slice(cut[chunk], cut[chunk + 1])) for k, cut in enumerate(cuts) if cut[chunk] < cut[chunk + 1]]
-            if not parts:
-                continue
-            needed, where = torch.unique(torch.cat([positions[k][part] for k, part in parts]), return_inverse=True)
-            teacher_p = teacher.probabilities(last_TD[needed])
+        for start in range(0, len(rows[0]), CHUNK):
+            part = slice(start, start + CHUNK)
+            # The steps of a chunk share most of their teachers: each is computed once, not once a step.
+            needed, where_KC = torch.unique(taught_by_KR[:, part], return_inverse=True)
+            teacher_p = teacher.probabilities(last_TD[_padded(needed)])
             best = teacher_p.max(-1).indices
-            begin = 0
-            for k, part in parts:
-                index = where[begin : begin + part.stop - part.start]
-                begin += part.stop - part.start
-                logits = (rows[k][part] @ head.T).float()
-                log_q = logits.log_softmax(-1)
-                p = teacher_p[index]
-                cross_entropy = -torch.dot(p.view(-1), log_q.view(-1))
-                loss += weights[k] * cross_entropy
-                sums[0, k] += part.stop - part.start
-                sums[1, k] += cross_entropy.item()
-                sums[2, k] += (log_q.max(-1).indices == best[index]).sum().item()
-                grad_logits = log_q.exp_().sub_(p).mul_(weights[k]).to(head.dtype)
+            for k, row in enumerate(rows):
+                counts_C = counts_KR[k, part]
+                log_q = (row[part] @ head.T).float().log_softmax(-1)
+                p = teacher_p[where_KC[k]]
+                cross_entropy_C = -torch.linalg.vecdot(p, log_q) * counts_C
+                loss += weights[k] * cross_entropy_C.sum()
+                agreed_C = (log_q.max(-1).indices == best[where_KC[k]]) & counts_C
+                sums[:, k] += torch.stack((counts_C.sum(dtype=torch.float64), cross_entropy_C.sum(dtype=torch.float64), agreed_C.sum(dtype=torch.float64)))
+                grad_logits = log_q.exp_().sub_(p).mul_((weights[k] * counts_C)[:, None]).to(head.dtype)
                 grad_rows[k][part] = grad_logits @ head
-                grad_head += grad_logits.T @ rows[k][part]
+                grad_head += grad_logits.T @ row[part]
         ctx.save_for_backward(grad_head, *grad_rows)
         return loss
 
@@ -106,4 +105,10 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (scale,) = grads
         grad_head, *grad_rows = ctx.saved_tensors
-        return grad_head * scale, None, None, None, None, None, *(grad * scale.to(grad.dtype) for grad in grad_rows)
+        return grad_head * scale, None, None, None, None, None, None, *(grad * scale.to(grad.dtype) for grad in grad_rows)
+
+
+def _padded(index: torch.Tensor) -> torch.Tensor:
+    """The index made a multiple of 128 long with copies of its last entry: a matrix library prepares anew for every shape that it has not met."""
+    missing = -len(index) % 128
+    return torch.cat((index, index[-1:].expand(missing))) if missing else index

@@ -58,7 +58,13 @@ def work(context: Context) -> Result:
     )
     state = train(draft, materials, config.train, config.run.seed, folder, context.reporter)
     best = folder / "checkpoints" / f"step-{state.best_step:06d}"
-    counts = {"steps": state.step, "parameters": num_parameters, "best_step": state.best_step, "holdout_acceptance_length": state.best_acceptance, "holdout_draft_tokens": config.train.unroll_steps}
+    counts = {
+        "steps": state.step,
+        "parameters": num_parameters,
+        "best_step": state.best_step,
+        "holdout_acceptance_length": state.best_acceptance,
+        "holdout_draft_tokens": config.train.unroll_steps,
+    }
     return Result(counts, content=hash_file(best / "weights.safetensors"))
 
 

@@ -32,11 +32,12 @@ class StepOutput:
 def unroll(draft: Draft, embedding: torch.Tensor, batch: Batch, num_steps: int) -> list[StepOutput]:
     """embedding [V, D] is the target's, in the compute dtype. Keys and values of step 0 are computed for all positions, the rest for rows alone."""
     layer = draft.midlayer
-    x_TE, residual_TD = layer.read(F.embedding(batch.next_T, embedding), draft.fuse(batch.aux))
+    hidden_TD = draft.fuse(batch.aux)
+    x_TE, residual_TD = layer.read(F.embedding(batch.next_T, embedding), hidden_TD)
     keys_TGd, values_TGd = layer.keys_values(x_TE, draft.rope(batch.positions_T))
     lengths = [doc.end - doc.start for doc in batch.documents]
     keys, values = keys_TGd.split(lengths), values_TGd.split(lengths)
-    x_RE, residual_RD = x_TE[batch.rows_R], residual_TD[batch.rows_R]
+    x_RE, residual_RD, hidden_RD = x_TE[batch.rows_R], residual_TD[batch.rows_R], hidden_TD[batch.rows_R]
     own_keys: list[torch.Tensor] = []
     own_values: list[torch.Tensor] = []
     steps = []
@@ -45,11 +46,11 @@ def unroll(draft: Draft, embedding: torch.Tensor, batch: Batch, num_steps: int) 
         at_R = (batch.rows_R + k).clamp(max=batch.num_tokens - 1)
         cos_sin = draft.rope(batch.positions_T[batch.rows_R] + k)
         if k > 0:
-            x_RE, residual_RD = layer.read(F.embedding(batch.next_T[at_R], embedding), next_RD)
+            x_RE, residual_RD = layer.read(F.embedding(batch.next_T[at_R], embedding), hidden_RD)
             own_key, own_value = layer.keys_values(x_RE, cos_sin)
             own_keys.append(own_key)
             own_values.append(own_value)
         attended_RHd = unrolled_attention(layer.queries(x_RE, cos_sin), keys, values, own_keys, own_values, batch.rows_R, batch.documents)
-        normed_RD, next_RD = draft.outputs(layer.finish(attended_RHd, residual_RD))
+        normed_RD, hidden_RD = draft.outputs(layer.finish(attended_RHd, residual_RD))
         steps.append(StepOutput(normed_RD, at_R, batch.num_steps_R > k))
     return steps

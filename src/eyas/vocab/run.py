@@ -37,7 +37,9 @@ def work(context: Context) -> Result:
     chat = load_chat(context.spec, context.config.target.trust_remote_code)
     forced = sorted({token for token in [*chat.stop_ids, *chat.tokenizer.all_special_ids] if token < context.spec.vocab_size})
     if len(forced) > size:
-        raise UserError(f"vocab.size = {size} is smaller than the tokenizer's {len(forced)} special tokens, which the draft must be able to say. Set it higher.")
+        raise UserError(
+            f"vocab.size = {size} is smaller than the tokenizer's {len(forced)} special tokens, which the draft must be able to say. Set it higher."
+        )
     counts = _counts([row for row in rows if not row.holdout], context.spec.vocab_size)
     ids = choose_ids(counts, size, forced)
     write_tensors(context.folder / MAPPING, {"ids": ids})
@@ -45,7 +47,9 @@ def work(context: Context) -> Result:
     coverage = {"train": _coverage(counts, ids), "holdout": _coverage(_counts(held, context.spec.vocab_size), ids) if held else None}
     shown = f"{coverage['train']:.2%} of the supervised tokens" + (f", {coverage['holdout']:.2%} of the held-out ones" if held else "")
     context.reporter.say(f"vocab: {size:,} of {context.spec.vocab_size:,} tokens cover {shown}; {len(forced)} special tokens are always in")
-    return Result({"size": size, "forced": len(forced), "distinct_supervised": int((counts > 0).sum()), "coverage": coverage}, content=hash_file(context.folder / MAPPING))
+    return Result(
+        {"size": size, "forced": len(forced), "distinct_supervised": int((counts > 0).sum()), "coverage": coverage}, content=hash_file(context.folder / MAPPING)
+    )
 
 
 def _counts(rows: list[PreparedRow], vocab_size: int) -> torch.Tensor:
