@@ -18,10 +18,10 @@ from typing import Any
 
 Row = dict[str, Any]
 
-NUM_CONVERSATIONS = 1400
+NUM_CONVERSATIONS = 1000
 MATH_SHARE = 0.4  # of the conversations; the source has 0.32
 MAX_WORDS = 700  # user and assistant turns together
-NUM_PROMPTS = 24
+NUM_PROMPTS = 16
 NUM_HELDOUT = 8  # of each category
 CHAT = ("writing", "roleplay", "humanities", "stem")
 REASONING = ("reasoning", "extraction", "math")

@@ -159,10 +159,11 @@ class EvaluateSection(Section):
     prompts_per_category: int = Field(8, ge=1, description="At most so many prompts of each category, the first of each file.")
     num_draft_tokens: int = Field(3, ge=1, description="Tokens drafted in each round.")
     max_new_tokens: int = Field(128, ge=2, description="Tokens written for each prompt.")
-    dtype: Literal["float32", "bfloat16"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "float32",
-        description="Precision of the target here. In bfloat16 a forward of one token and of several round differently, so greedy texts can part "
-        "without any fault of the draft.",
+        description="Precision of target and draft here. In float32 a forward of one token and of several agree to rounding far below what could change a "
+        "greedy choice. In bfloat16 they agree where each row of a matrix product rounds alone, as on a CPU with AMX, "
+        "and may part elsewhere. `auto` as for the target.",
     )
 
 

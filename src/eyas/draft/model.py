@@ -1,6 +1,6 @@
 """The EAGLE-3 draft: `fc` fuses the aux layers, one decoder layer reads [embedding, hidden], a head over the draft vocabulary.
 
-Parameters bear the names under which engines load them. Weights are float32 always; every product runs in the dtype of what is fed in.
+Parameters bear the names under which engines load them. Weights are float32 in training; every product runs in the dtype of what is fed in.
 Norm placement follows vLLM's Eagle3LlamaForCausalLM (model_executor/models/llama_eagle3.py).
 
 Legend: R rows, T positions, A aux layers (3), D hidden width, H query heads, G key-value heads, d head width, Vd draft vocabulary.
@@ -36,7 +36,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):

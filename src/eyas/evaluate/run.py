@@ -28,7 +28,7 @@ from eyas.prepare.run import PROMPTS, read_rows
 from eyas.prepare.sources import read_conversations, source_hashes
 from eyas.stage import Context, Result
 from eyas.target.embeddings import read_head
-from eyas.target.engine import resolve_device
+from eyas.target.engine import resolve_device, resolve_dtype
 from eyas.target.spec import TargetSpec
 from eyas.target.transformers_engine import TransformersEngine
 from eyas.train.batch import make_batch
@@ -45,7 +45,10 @@ class Prompt:
 
 def settings(config: RunConfig, spec: TargetSpec) -> dict[str, Any]:
     return {
-        "evaluate": config.evaluate.model_dump(exclude={"prompts"}),
+        "evaluate": {
+            **config.evaluate.model_dump(exclude={"prompts"}),
+            "dtype": str(resolve_dtype(config.evaluate.dtype, resolve_device(config.target.device))),
+        },
         "prompts": source_hashes(config.evaluate.prompts, hash_file),
         "target": dict(spec.fingerprint),
     }
@@ -59,8 +62,9 @@ def work(context: Context) -> Result:
     )
     exported = load_export(context.folder.parent / "export" / "vllm")
     device = resolve_device(config.target.device)
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[section.dtype]
+    dtype = resolve_dtype(section.dtype, device)
     engine = TransformersEngine(spec, device, dtype, config.target.trust_remote_code)
+    engine.attend_row_by_row()
     embedding = read_head(spec).embedding.to(device, dtype)
     exported = ExportedDraft(exported.draft.to(device, dtype), exported.ids.to(device))
     done = _read_rows(context.folder / ROWS)
@@ -82,7 +86,7 @@ def work(context: Context) -> Result:
         "num_draft_tokens": section.num_draft_tokens,
         "temperature": 0.0,
         "sampling": "greedy",
-        "dtype": section.dtype,
+        "dtype": str(dtype).removeprefix("torch."),
         "max_new_tokens": section.max_new_tokens,
         "prompts_seen_in_training": _seen_in_training(prompts, context.run_folder / "prepare"),
         **_summary(rows, section.num_draft_tokens),

@@ -42,8 +42,7 @@ def work(context: Context) -> Result:
     entries = open_index(folder, capture)
     known = {key for entry in entries for key in entry.keys}
     missing = sorted((row for row in rows if row.key not in known), key=lambda row: len(row.tokens))
-    num_bytes = sum(len(row.tokens) for row in missing) * 4 * spec.hidden_size * store_dtype.itemsize
-    _check_disk(context, num_bytes)
+    _check_disk(context, sum(len(row.tokens) for row in missing) * 4 * spec.hidden_size * store_dtype.itemsize)
     errors: list[float] = []
     with context.reporter.task(folder, "extract", sum(len(row.tokens) for row in rows), "tokens") as task:
         task.skip(sum(len(row.tokens) for row in rows if row.key in known))

@@ -6,7 +6,7 @@ In: JSONL files. Out: one `Conversation` a line, its messages checked, still tex
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -126,11 +126,14 @@ def with_open_answers(conversation: Conversation, regenerate: str) -> Conversati
     return replace(conversation, messages=messages)
 
 
-def source_hashes(paths: list[str], hash_file: Any) -> dict[str, str]:
-    """File name -> content hash, what a stage's result depends on. Raises UserError for a missing file."""
+def source_hashes(paths: list[str], hash_file: Callable[[Path], str]) -> dict[str, str]:
+    """Each file's name and place in the list -> its content's hash, what a stage's result depends on. Folders do not count: a moved run stays valid.
+
+    Raises UserError for a missing file.
+    """
     hashes = {}
-    for path in paths:
+    for number, path in enumerate(paths):
         if not Path(path).is_file():
             raise UserError(f"{path} does not exist or is no file. Mend the path in the run file; it is relative to the run file's folder.")
-        hashes[path] = hash_file(Path(path))
+        hashes[f"{number}: {Path(path).name}"] = hash_file(Path(path))
     return hashes

@@ -5,6 +5,7 @@ Legend: B rows of a batch, T tokens of a row, L captured layers, D hidden width,
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -13,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from eyas.errors import UserError
+from eyas.target import rowwise
 from eyas.target.engine import Answer, Sampling
 from eyas.target.spec import TargetSpec
 from eyas.target.tap import LayerTap
@@ -91,6 +93,11 @@ class TransformersEngine:
         """Feeds `ids` behind what `cache` holds, which grows by them; returns logits [len(ids), V] in float32."""
         ids_1T = torch.as_tensor(ids, device=self.device)[None]
         return self.model(input_ids=ids_1T, use_cache=True, **{self.cache_argument: cache}).logits[0].float()
+
+    def attend_row_by_row(self) -> None:
+        """From now on a forward of a few tokens rounds as as many forwards of one. A model whose code has an attention of its own stays as it is."""
+        with contextlib.suppress(ValueError, AttributeError, NotImplementedError):
+            self.model.set_attn_implementation(rowwise.NAME)
 
     def new_cache(self) -> DynamicCache:
         return DynamicCache(config=self.model.config)
