@@ -6,6 +6,7 @@ Paths in a run file are relative to the folder that the run file lies in.
 
 from __future__ import annotations
 
+import os
 import tomllib
 import types
 import typing
@@ -34,7 +35,11 @@ class TargetSection(Section):
     """The model that will be served and made faster. It is never changed."""
 
     path: str = Field(description="The target's folder: config.json, *.safetensors, a tokenizer and its chat template.")
-    engine: Literal["transformers"] = Field("transformers", description="What runs the target. `transformers` runs in this process, on a CPU or one GPU.")
+    engine: Literal["transformers", "vllm"] = Field(
+        "transformers",
+        description="What runs the target to write answers and features. `transformers` runs in this process, on a CPU or one GPU; `vllm` in a process "
+        "of its own, sharded over GPUs and quantised as it would be served.",
+    )
     device: str = Field("auto", description="`cpu`, `cuda`, `cuda:1`, ... `auto` takes the first GPU, else the CPU.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
@@ -43,6 +48,13 @@ class TargetSection(Section):
     )
     trust_remote_code: bool = Field(
         False, description="Allow Python code from the target's folder to run. Needed by some models and tokenizers; it can do anything you can."
+    )
+    python: str = Field("", description="vllm: the Python of the environment that has vLLM. Empty: the one that runs Eyas.")
+    tensor_parallel: int = Field(1, ge=1, description="vllm: GPUs that the target is sharded over.")
+    gpu_memory_utilization: float = Field(0.9, gt=0.0, le=1.0, description="vllm: share of each GPU's memory that it may take.")
+    max_batched_tokens: int = Field(8192, ge=1, description="vllm: tokens of one forward. Higher is faster until memory runs out.")
+    extra: dict[str, Any] = Field(
+        default_factory=dict, description="vllm: any other argument of its `LLM` class, by name, for example `{ kv_cache_memory_bytes = 1073741824 }`."
     )
 
 
@@ -265,10 +277,14 @@ def _with_absolute_paths(config: RunConfig, path: Path) -> RunConfig:
     def absolute(name: str) -> str:
         return str((path.parent / Path(name).expanduser()).resolve())
 
+    # A path, or the name of a command. Not resolved: what a virtual environment's python links to is another environment's.
+    python = config.target.python
+    if os.sep in python:
+        python = os.path.abspath(path.parent / Path(python).expanduser())
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"folder": absolute(config.run.folder or f"runs/{path.stem}")}),
-            "target": config.target.model_copy(update={"path": absolute(config.target.path)}),
+            "target": config.target.model_copy(update={"path": absolute(config.target.path), "python": python}),
             "data": config.data.model_copy(update={"conversations": [absolute(p) for p in config.data.conversations]}),
             "evaluate": config.evaluate.model_copy(update={"prompts": [absolute(p) for p in config.evaluate.prompts]}),
         }
@@ -296,6 +312,8 @@ def _toml(value: Any) -> str:
         return "unset"
     if isinstance(value, bool):
         return str(value).lower()
+    if value == {}:
+        return "{}"
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
@@ -307,6 +325,8 @@ def _type_name(annotation: Any) -> str:
         return f"list of {_type_name(arguments[0])}"
     if origin is types.UnionType:
         return _type_name(arguments[0])
+    if origin is dict:
+        return "table"
     return {str: "text", int: "integer", float: "number", bool: "`true` or `false`"}[annotation]
 
 

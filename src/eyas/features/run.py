@@ -47,12 +47,12 @@ def work(context: Context) -> Result:
     with context.reporter.task(folder, "extract", sum(len(row.tokens) for row in rows), "tokens") as task:
         task.skip(sum(len(row.tokens) for row in rows if row.key in known))
         if missing:
-            engine, head = open_engine(config, spec), read_head(spec)
+            engine, head = open_engine(config, spec, folder / "engine.log"), read_head(spec)
             dtypes = (resolve_dtype(config.target.dtype, resolve_device(config.target.device)), store_dtype)
             tolerance = max(TOLERANCE[dtype] for dtype in dtypes)
             number = next_number(folder)
             buffer: list[FeatureRow] = []
-            for batch in _batches(missing, config.features.batch_tokens):
+            for batch in _batches(missing, engine.capture_tokens):
                 for row, states in zip(
                     batch, engine.capture([row.tokens.tolist() for row in batch], [*capture["features"]["layers"], spec.num_layers]), strict=True
                 ):

@@ -108,7 +108,7 @@ def _answered(context: Context, conversations: list[Conversation], chat: Chat, n
     dtype = resolve_dtype(config.target.dtype, resolve_device(config.target.device))
     sampling = Sampling(config.data.max_new_tokens, config.data.temperature, config.data.top_p, config.run.seed)
     with context.reporter.task(context.folder, "writing answers", num_open, "answers") as task:
-        engine = open_engine(config, context.spec)
+        engine = open_engine(config, context.spec, context.folder / "engine.log")
         return write_answers(
             conversations,
             chat,

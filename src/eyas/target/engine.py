@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
@@ -37,6 +38,7 @@ class Answer:
 
 class TargetEngine(Protocol):
     spec: TargetSpec
+    capture_tokens: int  # how many tokens, padding included, to hand to `capture` at once
 
     def capture(self, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> list[torch.Tensor]:
         """The states of each row at `layers`, [T, L, D] on the CPU in the dtype the target runs in; what a row alone would give."""
@@ -88,9 +90,15 @@ def _has_amx() -> bool:
     return bool(capabilities and capabilities().get("amx_bf16"))
 
 
-def open_engine(config: RunConfig, spec: TargetSpec, dtype: torch.dtype | None = None) -> TargetEngine:
-    """Loads the target into the engine that the run file names; `dtype` overrides target.dtype."""
-    from eyas.target.transformers_engine import TransformersEngine  # heavy: only stages that run the target pay for it
-
+def open_engine(config: RunConfig, spec: TargetSpec, log: Path) -> TargetEngine:
+    """The target in the engine that the run file names; what another process prints goes to the file `log`."""
     device = resolve_device(config.target.device)
-    return TransformersEngine(spec, device, dtype or resolve_dtype(config.target.dtype, device), config.target.trust_remote_code)
+    dtype = resolve_dtype(config.target.dtype, device)
+    # Imported here: only stages that run the target pay for it.
+    if config.target.engine == "vllm":
+        from eyas.target.vllm_engine import VllmEngine
+
+        return VllmEngine(spec, config.target, dtype, config.data.max_length, log)
+    from eyas.target.transformers_engine import TransformersEngine
+
+    return TransformersEngine(spec, device, dtype, config.target.trust_remote_code, config.features.batch_tokens)

@@ -21,8 +21,8 @@ from eyas.target.tap import LayerTap
 
 
 class TransformersEngine:
-    def __init__(self, spec: TargetSpec, device: torch.device, dtype: torch.dtype, trust_remote_code: bool) -> None:
-        self.spec, self.device, self.dtype = spec, device, dtype
+    def __init__(self, spec: TargetSpec, device: torch.device, dtype: torch.dtype, trust_remote_code: bool, capture_tokens: int = 4096) -> None:
+        self.spec, self.device, self.dtype, self.capture_tokens = spec, device, dtype, capture_tokens
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 spec.path, dtype=dtype, trust_remote_code=trust_remote_code, local_files_only=True, output_loading_info=True
