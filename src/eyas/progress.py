@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 
 from eyas.artifact import read_json
 
@@ -54,7 +55,9 @@ class Task:
 
     def __enter__(self) -> Task:
         if self.reporter.console.is_terminal and self.total > 0:
-            self.bar = Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[line]}"), console=self.reporter.console, transient=True)
+            name = TextColumn("{task.description}", table_column=Column(min_width=len(self.name), no_wrap=True))
+            line = TextColumn("{task.fields[line]}", table_column=Column(no_wrap=True))
+            self.bar = Progress(name, BarColumn(bar_width=12), line, console=self.reporter.console, transient=True)
             self.bar.start()
             self.bar.add_task(self.name, total=self.total, line="")
         return self

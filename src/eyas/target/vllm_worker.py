@@ -124,7 +124,7 @@ class Tap:
 
     def _eyas_end(self, module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
         now, self.eyas_now = self.eyas_now, {}
-        if self.eyas_rows is None or len(now) < len(self.eyas_layers):
+        if self.eyas_rows is None or len(now) < len(set(self.eyas_layers)):
             return
         ids, positions = keywords.get("input_ids"), keywords["positions"]
         ids = self.eyas_ids if ids is None else ids
