@@ -52,7 +52,7 @@ class TargetEngine(Protocol):
 
 def keep_freed_memory() -> None:
     """Lets the C library keep freed blocks for the next tensor instead of giving them back to the system, whose fresh pages cost more than the
-    arithmetic on them: a training step on the CPU is about 1.3 times as fast. glibc only; elsewhere nothing happens.
+    arithmetic on them: a training step on the CPU is about 1.1 times as fast (benchmarks/train_step_cpu.py). glibc only; elsewhere nothing happens.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
