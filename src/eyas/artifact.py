@@ -81,6 +81,17 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is damaged ({error}). Delete the folder {path.parent} and run the stage again.") from None
 
 
+def whole_lines(path: Path) -> list[bytes]:
+    """The lines of an append-only file, none if it is not there. A last line that a dying process left unfinished is cut off the file."""
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    end = data.rfind(b"\n") + 1
+    if end < len(data):
+        os.truncate(path, end)
+    return data[:end].splitlines()
+
+
 def hash_json(value: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True, ensure_ascii=True).encode())
 

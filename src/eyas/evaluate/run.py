@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from eyas.artifact import hash_file, hash_json, write_json
+from eyas.artifact import hash_file, hash_json, whole_lines, write_json
 from eyas.config import RunConfig
 from eyas.errors import UserError
 from eyas.evaluate.simulate import Acceptance, nothing, simulate
@@ -212,13 +212,7 @@ def _seen_in_training(prompts: list[Prompt], prepare_folder: Path) -> list[str]:
 
 
 def _read_rows(path: Path) -> dict[str, dict[str, Any]]:
-    if not path.exists():
-        return {}
-    data = path.read_bytes()
-    end = data.rfind(b"\n") + 1
-    if end < len(data):
-        os.truncate(path, end)
-    rows = [json.loads(line) for line in data[:end].splitlines()]
+    rows = [json.loads(line) for line in whole_lines(path)]
     return {row["id"]: row for row in rows}
 
 

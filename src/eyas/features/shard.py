@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from eyas.artifact import fsync_folder, hash_file, write_tensors
+from eyas.artifact import fsync_folder, hash_file, whole_lines, write_tensors
 from eyas.errors import UserError
 
 INDEX = "index.jsonl"
@@ -64,7 +64,7 @@ def write_shard(folder: Path, number: int, rows: list[FeatureRow]) -> ShardEntry
 def open_index(folder: Path, capture: dict[str, Any]) -> list[ShardEntry]:
     """The complete shards captured as `capture` says; shards of anything else, and what the index does not list, are removed."""
     path = folder / INDEX
-    lines = _whole_lines(path)
+    lines = whole_lines(path)
     if not lines or _parsed(path, lines[0]).get("capture") != capture:
         path.unlink(missing_ok=True)
         entries = []
@@ -80,7 +80,7 @@ def open_index(folder: Path, capture: dict[str, Any]) -> list[ShardEntry]:
 
 def read_index(folder: Path) -> list[ShardEntry]:
     """Raises UserError if there is no index."""
-    lines = _whole_lines(folder / INDEX)
+    lines = whole_lines(folder / INDEX)
     if not lines:
         raise UserError(f"{folder / INDEX} is missing or empty, so nothing says which shards are complete. Run `eyas extract` again.")
     return [_entry(folder / INDEX, line) for line in lines[1:]]
@@ -129,13 +129,3 @@ def _append(folder: Path, entry: dict[str, Any]) -> None:
         os.fsync(file.fileno())
     if new:
         fsync_folder(folder)
-
-
-def _whole_lines(path: Path) -> list[bytes]:
-    if not path.exists():
-        return []
-    data = path.read_bytes()
-    end = data.rfind(b"\n") + 1
-    if end < len(data):  # the line that was being written when the process died
-        os.truncate(path, end)
-    return data[:end].splitlines()

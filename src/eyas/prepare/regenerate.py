@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from eyas.artifact import hash_json
+from eyas.artifact import hash_json, whole_lines
 from eyas.prepare.chat import Chat, Unrenderable
 from eyas.prepare.sources import Conversation, is_open
 from eyas.progress import Task
@@ -91,13 +91,5 @@ def _filled(conversation: Conversation, answer: Answer, chat: Chat) -> Conversat
 
 
 def _read(path: Path) -> dict[str, Answer]:
-    known = {}
-    if path.exists():
-        whole = path.read_bytes()
-        end = whole.rfind(b"\n") + 1
-        if end < len(whole):  # the line that was being written when the process died
-            os.truncate(path, end)
-        for line in whole[:end].splitlines():
-            entry = json.loads(line)
-            known[entry["key"]] = Answer(entry["tokens"], entry["finish"])
-    return known
+    entries = [json.loads(line) for line in whole_lines(path)]
+    return {entry["key"]: Answer(entry["tokens"], entry["finish"]) for entry in entries}

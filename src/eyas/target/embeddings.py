@@ -5,7 +5,7 @@ Legend: V target vocabulary, D hidden width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from safetensors import safe_open
@@ -23,7 +23,7 @@ RMS_ONE_PLUS_WEIGHT = {"gemma", "gemma2", "gemma3_text"}
 
 @dataclass(frozen=True)
 class TargetHead:
-    """embedding [V, D], norm_weight [D], head [V, D], all float32 on the CPU; head is the embedding where they are tied.
+    """embedding [V, D], norm_weight [D], head [V, D], all float32 on the CPU as read; head is the embedding where they are tied.
 
     `norm_weight` is what the normalised state is multiplied with, one-plus already applied.
     """
@@ -40,11 +40,13 @@ class TargetHead:
         return last * torch.rsqrt(last.pow(2).mean(-1, keepdim=True) + self.norm_eps) * self.norm_weight
 
     def logits(self, last: torch.Tensor) -> torch.Tensor:
-        """last [..., D] of layer N -> the target's logits [..., V] in float32."""
-        return self.cap(self.normed(last) @ self.head.T)
-
-    def cap(self, logits: torch.Tensor) -> torch.Tensor:
+        """last [..., D] of layer N -> the target's logits [..., V] in float32; the product runs in the head's dtype."""
+        logits = (self.normed(last).to(self.head.dtype) @ self.head.T).float()
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def restricted(self, ids: torch.Tensor, dtype: torch.dtype, device: torch.device) -> TargetHead:
+        """The same for the tokens `ids` int64 [Vd] alone: head [Vd, D] in `dtype` on `device`."""
+        return replace(self, head=self.head[ids].to(device, dtype), norm_weight=self.norm_weight.to(device))
 
 
 def read_head(spec: TargetSpec) -> TargetHead:

@@ -25,17 +25,11 @@ class Teacher:
     """The target's distribution over the draft vocabulary: final norm in float32, the product in the compute dtype."""
 
     def __init__(self, head: TargetHead, ids: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
-        self.norm_weight, self.norm_eps, self.softcap = head.norm_weight.to(device), head.norm_eps, head.softcap
-        self.head = head.head[ids].to(device, dtype)
+        self.head = head.restricted(ids, dtype, device)
 
     def probabilities(self, last_CD: torch.Tensor) -> torch.Tensor:
         """last [C, D] of layer N -> float32 [C, Vd]."""
-        last = last_CD.float()
-        normed = last * torch.rsqrt(last.pow(2).mean(-1, keepdim=True) + self.norm_eps) * self.norm_weight
-        logits = (normed.to(self.head.dtype) @ self.head.T).float()
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        return logits.softmax(-1)
+        return self.head.logits(last_CD).softmax(-1)
 
 
 @dataclass(frozen=True)
