@@ -19,6 +19,8 @@ from typer.testing import CliRunner
 import eyas
 
 ROOT = Path(__file__).parents[1]
+# The Python of the vLLM that the tests run; benchmarks/engine_versions.py names others.
+VLLM_PYTHON = Path(os.environ.get("EYAS_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
 SOURCE = str(Path(eyas.__file__).parents[1])  # for processes that tests start: the same Eyas as here
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"

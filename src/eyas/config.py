@@ -53,6 +53,9 @@ class TargetSection(Section):
     tensor_parallel: int = Field(1, ge=1, description="vllm: GPUs that the target is sharded over.")
     gpu_memory_utilization: float = Field(0.9, gt=0.0, le=1.0, description="vllm: share of each GPU's memory that it may take.")
     max_batched_tokens: int = Field(8192, ge=1, description="vllm: tokens of one forward. Higher is faster until memory runs out.")
+    hang_minutes: float = Field(
+        10.0, gt=0.0, description="vllm: minutes without a forward after which it counts as hung; it is then started again. Loading is not a hang."
+    )
     extra: dict[str, Any] = Field(
         default_factory=dict, description="vllm: any other argument of its `LLM` class, by name, for example `{ kv_cache_memory_bytes = 1073741824 }`."
     )
@@ -62,9 +65,16 @@ class DataSection(Section):
     """The conversations that the draft learns from."""
 
     conversations: list[str] = Field(
-        min_length=1,
+        default_factory=list,
         description="JSONL files. A row holds `messages` (OpenAI form, with `role` and `content`), or `prompt` (one user turn) or `turns` (several user "
-        "turns).",
+        "turns). May be empty if `synthesize` is not 0.",
+    )
+    synthesize: int = Field(
+        0,
+        ge=0,
+        description="Conversations whose user turn the target writes itself, going on from the empty user turn of its chat template, before it answers "
+        "them. Sampled at temperature 1 and top_p 1, the target's own distribution: a sharper one asks the same few questions. Turns that are empty, said "
+        "before, hold special tokens or have no end within `max_new_tokens` are dropped and others sampled, at most 3 for each one wanted.",
     )
     regenerate: Literal["missing", "all", "never"] = Field(
         "missing",
@@ -76,7 +86,12 @@ class DataSection(Section):
     )
     temperature: float = Field(0.7, ge=0.0, description="Sampling temperature of written answers; 0 is greedy.")
     top_p: float = Field(0.95, gt=0.0, le=1.0, description="Nucleus of written answers: the smallest set of tokens with this share of the probability.")
-    generate_batch: int = Field(16, ge=1, description="Conversations answered at once. Higher is faster and takes more memory.")
+    generate_batch: int | None = Field(
+        None,
+        ge=1,
+        description="Conversations answered at once. Higher is faster and takes more memory. Default: what suits the engine: 16 with transformers, 1,024 "
+        "with vllm.",
+    )
     max_length: int = Field(2048, ge=8, description="Tokens; longer rows are cut here. Memory of extraction and training grows with it.")
     holdout: float = Field(0.03, ge=0.0, lt=1.0, description="Share of the conversations kept out of training, to choose the best checkpoint on.")
 
@@ -91,7 +106,9 @@ class FeaturesSection(Section):
     )
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="How features are stored. float32 doubles the bytes and is meant for tests.")
     batch_tokens: int = Field(4096, ge=1, description="Tokens of one forward of the target, padding included. Higher is faster until memory runs out.")
-    shard_mib: int = Field(128, ge=1, description="MiB of one shard file. What a crash can lose is at most the shard being written.")
+    shard_mib: int | None = Field(
+        None, ge=1, description="MiB of one shard file, of which each is proved and entered whole. Default: 128 with transformers, 512 with vllm."
+    )
 
 
 class VocabSection(Section):
@@ -224,6 +241,11 @@ def load(path: Path, overrides: list[str]) -> RunConfig:
         config = RunConfig.model_validate(table)
     except ValidationError as error:
         raise UserError(f"{path}: {_first_fault(error)}") from None
+    if not config.data.conversations and not config.data.synthesize:
+        raise UserError(
+            f"{path}: data.conversations names no file and data.synthesize is 0, so there is nothing to learn from. Name JSONL files, or set "
+            f"data.synthesize to the number of conversations that the target is to write itself."
+        )
     return _with_absolute_paths(config, path.resolve())
 
 

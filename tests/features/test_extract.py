@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from eyas.artifact import read_manifest
 from eyas.config import load
 from eyas.errors import UserError
 from eyas.features.reader import FeatureReader
-from eyas.features.shard import FeatureRow, ShardEntry
+from eyas.features.shard import FeatureRow, OpenShard, ShardEntry
 from eyas.pipeline import Run
 from eyas.prepare.run import read_rows
+from eyas.target.engine import Filled
 from eyas.target.spec import read_spec
-from eyas.target.transformers_engine import TransformersEngine
+from eyas.target.transformers_engine import TransformersEngine, batches
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +72,12 @@ def test_features_do_not_depend_on_how_rows_are_batched(tmp_path: Path, tiny_tar
     assert_close(other, usual, 1e-6)
 
 
-def test_batches_hold_every_row_once_and_never_more_than_batch_tokens_with_padding(tmp_path: Path, tiny_target: Path) -> None:
-    _, _, run = extract(tmp_path, tiny_target)
-    rows = sorted(read_rows(run.folder / "prepare"), key=lambda row: len(row.tokens))
-    for limit in (1, 60, 200, 10**6):
-        batches = list(eyas.features.run._batches(rows, limit))
-        assert [row.key for batch in batches for row in batch] == [row.key for row in rows]
-        assert all(len(batch) == 1 or len(batch) * len(batch[-1].tokens) <= limit for batch in batches)
+def test_batches_hold_every_row_once_and_never_more_than_batch_tokens_with_padding() -> None:
+    lengths = [3, 9, 9, 1, 60, 2, 2, 2, 30]
+    for limit in (1, 9, 60, 200, 10**6):
+        found = list(batches(lengths, limit))
+        assert [row for batch in found for row in batch] == list(range(len(lengths)))
+        assert all(len(batch) == 1 or len(batch) * max(lengths[row] for row in batch) <= limit for batch in found)
 
 
 def test_rows_as_short_as_can_be_are_captured_beside_long_ones(tiny_target: Path) -> None:
@@ -91,17 +92,17 @@ def test_rows_as_short_as_can_be_are_captured_beside_long_ones(tiny_target: Path
 def test_a_run_that_dies_inside_goes_on_without_capturing_complete_shards_again(tmp_path: Path, wide_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, counts, _ = extract(tmp_path / "whole", wide_target, batch_tokens=64)
     assert counts["shards"] >= 3
-    real = eyas.features.run.write_shard
+    real = eyas.features.run.seal
     written: list[ShardEntry] = []
 
-    def dies_at_the_third(folder: Path, number: int, rows: list[FeatureRow]) -> ShardEntry:
+    def dies_at_the_third(folder: Path, shard: OpenShard) -> ShardEntry:
         if len(written) == 2:
             raise KeyboardInterrupt
-        written.append(real(folder, number, rows))
+        written.append(real(folder, shard))
         return written[-1]
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(eyas.features.run, "write_shard", dies_at_the_third)
+        patch.setattr(eyas.features.run, "seal", dies_at_the_third)
         extract(tmp_path / "part", wide_target, batch_tokens=64)
     files = [tmp_path / "part" / "runs" / "run" / "features" / entry.file for entry in written]
     before = [file.stat() for file in files]
@@ -153,7 +154,7 @@ def test_a_capture_of_the_wrong_rows_stores_nothing(tmp_path: Path, tiny_target:
     monkeypatch.setattr(TransformersEngine, "capture", mixed_up)
     with pytest.raises(UserError, match="Proof of capture failed"):
         extract(tmp_path, tiny_target)
-    assert not list((tmp_path / "runs" / "run" / "features").glob("shard-*"))
+    assert not list((tmp_path / "runs" / "run" / "features").glob("shard-*.safetensors"))
 
 
 @pytest.mark.parametrize("wrong", ["one layer early", "normed", "nan"])
@@ -172,3 +173,50 @@ def test_a_wrong_last_layer_fails_the_proof_of_capture(tmp_path: Path, tiny_targ
     monkeypatch.setattr(TransformersEngine, "capture", capture)
     with pytest.raises(UserError, match="No shard was written"):
         extract(tmp_path, tiny_target)
+
+
+def test_a_row_with_a_token_that_the_target_does_not_have_is_left_out_and_counted(tmp_path: Path, tiny_target: Path) -> None:
+    run = Run(load(write_run(tmp_path, tiny_target), []))
+    run.up_to("prepare")
+    spec = read_spec(tiny_target)
+    row = read_rows(run.folder / "prepare")[0]
+    assert eyas.features.run._refused(row, spec) is None
+    beyond = replace(row, tokens=torch.cat([row.tokens[:-1], torch.tensor([spec.vocab_size], dtype=torch.int32)]))
+    assert "outside the target's vocabulary" in (eyas.features.run._refused(beyond, spec) or "")
+
+
+def lose(monkeypatch: pytest.MonkeyPatch, keys: set[str]) -> None:
+    """The engine brings no features of the rows `keys`."""
+    real = TransformersEngine.fill
+
+    def fill(self: TransformersEngine, shards: Iterable[OpenShard], layers: Sequence[int], advance: Callable[[int], None]) -> Iterator[Filled]:
+        for filled in real(self, shards, layers, advance):
+            yield replace(filled, lost={row: "it was lost" for row, key in enumerate(filled.shard.keys) if key in keys})
+
+    monkeypatch.setattr(TransformersEngine, "fill", fill)
+
+
+def test_rows_that_the_engine_does_not_bring_are_counted_and_the_run_goes_on_without_them(
+    tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, _, run = extract(tmp_path / "whole", tiny_target)
+    lost = set(list(whole)[3:5])
+    with monkeypatch.context() as patch:
+        lose(patch, lost)
+        folder = tmp_path / "part"
+        folder.mkdir()
+        run = Run(load(write_run(folder, tiny_target), []))
+        run.up_to("train")
+    manifest = read_manifest(run.folder / "features")
+    assert manifest is not None and manifest.counts["rows_lost"] == {"it was lost": 2} and manifest.counts["rows"] == len(whole) - 2
+    reader = FeatureReader(run.folder / "features")
+    assert reader.places.keys() == whole.keys() - lost
+    assert_close({key: reader.row(key) for key in reader.places}, {key: row for key, row in whole.items() if key not in lost}, 1e-6)
+    assert not list((run.folder / "features").glob("*.tmp"))
+
+
+def test_an_engine_that_loses_many_rows_stops_the_run(tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _, _ = extract(tmp_path / "whole", tiny_target)
+    lose(monkeypatch, set(list(whole)[:11]))
+    with pytest.raises(UserError, match="11 of 24 rows have no features: 11 it was lost"):
+        extract(tmp_path / "part", tiny_target)

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from eyas.prepare.ask import FILE, Asker
 from eyas.prepare.chat import Chat, load_chat
-from eyas.prepare.regenerate import FILE, count_open, next_open, write_answers
+from eyas.prepare.regenerate import count_open, next_open, write_answers
 from eyas.prepare.sources import Conversation, with_open_answers
 from eyas.progress import Reporter, Task
 from eyas.target.engine import Answer, Sampling, TargetEngine
@@ -89,7 +90,7 @@ def write(
     folder.mkdir(exist_ok=True)
     counts: Counter[str] = Counter()
     with Task(Reporter(folder), folder, "answers", count_open(conversations), "answers") as task:
-        return write_answers(conversations, chat, engine, sampling, batch, {"target": setting}, folder, task, counts), counts
+        return write_answers(conversations, chat, Asker(engine, batch, {"target": setting}, folder), sampling, task, counts), counts
 
 
 def texts(conversations: list[Conversation]) -> list[list[str]]:

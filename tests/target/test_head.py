@@ -20,6 +20,18 @@ from eyas.target.engine import Sampling
 from eyas.target.spec import read_spec
 from eyas.target.transformers_engine import TransformersEngine
 
+
+def proved(row: FeatureRow, head: TargetHead, engine: TransformersEngine, tolerance: float) -> float:
+    """The error of the proof of capture of `row`; raises as extraction does."""
+    error = error_of(row, head, engine)
+    prove_capture(error, engine.spec.num_layers, tolerance)
+    return error
+
+
+def error_of(row: FeatureRow, head: TargetHead, engine: TransformersEngine) -> float:
+    return capture_error(row.tokens, row.last, head, engine.log_probabilities(row.tokens.tolist()))
+
+
 TOKENS = [1, 50, 60, 70, 17, 300, 9, 120, 33, 2, 5, 5]
 
 
@@ -64,7 +76,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformersEngine, 
 def test_norm_and_head_on_the_last_layer_give_the_models_own_logits(tiny: tuple[TransformersEngine, TargetHead]) -> None:
     engine, head = tiny
     assert relative_error(head.logits(captured(engine, TOKENS).last), own_logits(engine, TOKENS)) < 1e-6
-    assert prove_capture(captured(engine, TOKENS), head, engine, 1e-5) < 1e-5
+    assert proved(captured(engine, TOKENS), head, engine, 1e-5) < 1e-5
 
 
 def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
@@ -79,11 +91,11 @@ def test_norm_and_head_give_the_logits_of_a_real_model(smollm2: Path) -> None:
     row = captured(engine, [1, 9690, 198, 2683, 359, *tokens])
     wanted = own_logits(engine, row.tokens.tolist())
     assert relative_error(head.logits(row.last), wanted) < 1e-5
-    assert prove_capture(row, head, engine, TOLERANCE[torch.float32]) < 1e-4
+    assert proved(row, head, engine, TOLERANCE[torch.float32]) < 1e-4
     with pytest.raises(UserError, match="Proof of capture failed"):
-        prove_capture(replace(row, last=head.normed(row.last)), head, engine, TOLERANCE[torch.bfloat16])
+        proved(replace(row, last=head.normed(row.last)), head, engine, TOLERANCE[torch.bfloat16])
     with pytest.raises(UserError, match="Proof of capture failed"):
-        prove_capture(captured(engine, row.tokens.tolist(), engine.spec.num_layers - 1), head, engine, TOLERANCE[torch.bfloat16])
+        proved(captured(engine, row.tokens.tolist(), engine.spec.num_layers - 1), head, engine, TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.parametrize("fault", ["doubled norm", "missing norm", "a layer too early", "a row mixed up", "positions off by one", "not a number"])
@@ -99,7 +111,7 @@ def test_a_wrong_capture_is_caught_even_at_the_wider_tolerance(fault: str, tiny:
         "not a number": (replace(row, last=row.last * float("nan")), head),
     }
     with pytest.raises(UserError, match="Proof of capture failed"):
-        prove_capture(*faults[fault], engine, TOLERANCE[torch.bfloat16])
+        proved(*faults[fault], engine, TOLERANCE[torch.bfloat16])
 
 
 SMALL: dict[str, Any] = {
@@ -122,8 +134,8 @@ def test_a_norm_that_multiplies_by_one_plus_its_weight_is_read_as_such(kind: str
     assert relative_error(head.logits(row.last), wanted) < 1e-6
     assert head.softcap == (2.0 if kind == "gemma2" else None)
     without = replace(head, norm_weight=head.norm_weight - 1)
-    assert capture_error(row, head, engine) < 1e-5
-    assert capture_error(row, without, engine) > TOLERANCE[torch.bfloat16]
+    assert error_of(row, head, engine) < 1e-5
+    assert error_of(row, without, engine) > TOLERANCE[torch.bfloat16]
 
 
 def test_a_model_type_whose_norm_is_not_known_is_refused(tmp_path: Path) -> None:

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, make_tiny_target, write_run
+from conftest import SOURCE, VLLM_PYTHON, make_tiny_target, write_run
+from safetensors.torch import load_file
 
 from eyas.config import TargetSection, load
 from eyas.errors import UserError
 from eyas.features.reader import FeatureReader
+from eyas.features.shard import OpenShard, open_shard
 from eyas.pipeline import Run
-from eyas.target.engine import Sampling
+from eyas.target.engine import Filled, Sampling
 from eyas.target.spec import TargetSpec, read_spec
 from eyas.target.transformers_engine import TransformersEngine
-from eyas.target.vllm_engine import VllmEngine
+from eyas.target.vllm_engine import Row, VllmEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 MAX_LENGTH = 160
+# Not compiled: on a CPU that takes minutes, and features never are. The whole memory of the machine is not asked for.
+EXTRA: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 30, "enforce_eager": True}
+EXTRA_TINY: dict[str, Any] = {**EXTRA, "kv_cache_memory_bytes": 1 << 28}
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +43,25 @@ def spec(smollm2: Path) -> TargetSpec:
 def vllm(spec: TargetSpec, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
     if not VLLM_PYTHON.exists():
         pytest.fail(f"{VLLM_PYTHON} is not there; run `make env-vllm` first, or `make test`, which does")
-    section = TargetSection(path=str(smollm2), engine="vllm", python=str(VLLM_PYTHON), max_batched_tokens=512, extra={"kv_cache_memory_bytes": 1 << 30})
+    section = TargetSection(path=str(smollm2), engine="vllm", python=str(VLLM_PYTHON), max_batched_tokens=512, extra=EXTRA)
     engine = VllmEngine(spec, section, torch.float32, MAX_LENGTH, tmp_path_factory.mktemp("vllm") / "engine.log")
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TargetSpec:
+    """Heads of a width that vLLM takes, and a number of them that two ranks can share."""
+    folder = tmp_path_factory.mktemp("tiny") / "target"
+    return read_spec(make_tiny_target(folder, num_layers=4, hidden_size=256, num_attention_heads=8, num_key_value_heads=2, head_dim=32))
+
+
+@pytest.fixture(scope="module")
+def vllm_tiny(tiny: TargetSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+    section = TargetSection(
+        path=str(tiny.path), engine="vllm", python=str(VLLM_PYTHON), max_batched_tokens=512, hang_minutes=0.25, extra=EXTRA_TINY
+    )  # fmt: skip
+    engine = VllmEngine(tiny, section, torch.float32, MAX_LENGTH, tmp_path_factory.mktemp("vllm-tiny") / "engine.log")
     yield engine
     engine.close()
 
@@ -94,42 +121,163 @@ def test_a_python_that_is_not_there_is_named(spec: TargetSpec, tmp_path: Path) -
         VllmEngine(spec, section, torch.float32, MAX_LENGTH, tmp_path / "engine.log").log_probabilities([1, 2, 3])
 
 
-def test_an_engine_that_dies_is_named_with_its_log(spec: TargetSpec, vllm: VllmEngine, tmp_path: Path) -> None:
-    engine = VllmEngine(spec, vllm.section, torch.float32, MAX_LENGTH, tmp_path / "engine.log")
-    engine.log_probabilities([1, 2, 3])
+def children(engine: VllmEngine) -> list[int]:
+    """What the worker's process has started: vLLM's engine, which holds the model."""
     assert engine.process is not None
-    engine.process.kill()
-    with pytest.raises(UserError, match=r"ended with code -9.*engine\.log"):
+    return [pid for pid in engine.process._pids() if pid != engine.process.process.pid]
+
+
+def many_rows(spec: TargetSpec, folder: Path) -> tuple[list[OpenShard], Callable[[], dict[str, torch.Tensor]]]:
+    """60 rows in 15 shards laid out in `folder`; and a function that reads what stands in the shards, key -> [T, 3, D]."""
+    generator = torch.Generator().manual_seed(7)
+    rows = [torch.randint(3, spec.vocab_size, (100 + n,), generator=generator, dtype=torch.int32) for n in range(60)]
+    shards = [
+        open_shard(folder, n, [Row(f"{n}-{m}", rows[4 * n + m], torch.ones(100 + 4 * n + m, dtype=torch.bool)) for m in range(4)], 2, spec.hidden_size,
+                   torch.float32)
+        for n in range(15)
+    ]  # fmt: skip
+
+    def read() -> dict[str, torch.Tensor]:
+        found = {}
+        for shard in shards:
+            tensors = load_file(shard.part)
+            states = torch.cat([tensors["aux"], tensors["last"][:, None]], 1)
+            found |= dict(zip(shard.keys, states.tensor_split(shard.starts[1:-1]), strict=True))
+        return found
+
+    return shards, read
+
+
+@pytest.mark.parametrize("fault", ["the worker is killed", "the engine is killed", "the engine is stopped"])
+def test_an_engine_lost_in_the_middle_is_started_again_and_no_row_is_lost_or_doubled(vllm_tiny: VllmEngine, tmp_path: Path, fault: str) -> None:
+    engine, layers = vllm_tiny, [0, 2, 4]
+    said: list[str] = []
+    engine.say = said.append
+    shards, read = many_rows(engine.spec, tmp_path)
+    list(engine.fill(shards, layers, lambda tokens: None))
+    undisturbed = read()
+    shards, read = many_rows(engine.spec, tmp_path)
+    engine.group_tokens = 1000
+    filled: list[Filled] = []
+    told = 0
+
+    def advance(tokens: int) -> None:
+        nonlocal told
+        told += tokens
+
+    for done in engine.fill(iter(shards), layers, advance):
+        filled.append(done)
+        if len(filled) == 3:
+            assert engine.process is not None
+            if fault == "the worker is killed":
+                os.kill(engine.process.process.pid, signal.SIGKILL)
+            else:
+                for pid in children(engine):
+                    os.kill(pid, signal.SIGKILL if fault == "the engine is killed" else signal.SIGSTOP)
+    assert [done.shard for done in filled] == shards, "each shard once, in order"
+    assert not any(done.lost or done.not_finite for done in filled)
+    assert told == sum(shard.starts[-1] for shard in shards), "progress counts each token once"
+    for key, states in read().items():
+        assert (states - undisturbed[key]).norm() <= 1e-5 * undisturbed[key].norm()
+    assert len(said) == 1 and "started again" in said[0] and "engine.log" in said[0]
+    if fault == "the engine is stopped":
+        assert "no sign of life" in said[0] and "was stopped" in said[0] and "it stood in" in said[0]
+        assert "most recent call first" in engine.log.read_text(), "the stack of the process that hung"
+
+
+def test_an_engine_that_is_lost_again_and_again_is_given_up_and_named(vllm_tiny: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = vllm_tiny
+    engine.say = lambda line: None
+    engine.log_probabilities([1, 2, 3])
+    start = engine._start
+
+    def dies_at_once() -> None:
+        start()
+        assert engine.process is not None
+        os.kill(engine.process.process.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(engine, "_start", dies_at_once)
+    assert engine.process is not None
+    os.kill(engine.process.process.pid, signal.SIGKILL)
+    with pytest.raises(UserError, match=r"3 times in a row: its process ended with code -9.*engine\.log"):
         engine.log_probabilities([1, 2, 3])
+    engine.close()
 
 
-def test_tensor_parallel_2_gives_the_states_of_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = make_tiny_target(tmp_path / "target", num_layers=4, hidden_size=256, num_attention_heads=8, num_key_value_heads=2, head_dim=32)
+def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path, tiny: TargetSpec) -> None:
+    """Nothing may stay on the GPUs when Eyas is killed."""
+    program = f"""
+import torch
+from pathlib import Path
+from eyas.config import TargetSection
+from eyas.target.spec import read_spec
+from eyas.target.vllm_engine import VllmEngine
+section = TargetSection(path={str(tiny.path)!r}, engine="vllm", python={str(VLLM_PYTHON)!r}, max_batched_tokens=512, extra={EXTRA_TINY!r})
+engine = VllmEngine(read_spec(Path({str(tiny.path)!r})), section, torch.float32, 160, Path({str(tmp_path / "engine.log")!r}))
+engine.log_probabilities([1, 2, 3])
+print(*engine.process._pids(), engine.folder, flush=True)
+engine.log_probabilities([1, 2, 3] * 50)
+input()
+"""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": SOURCE}
+    )
+    assert parent.stdout is not None
+    *pids, folder = parent.stdout.readline().split()
+    assert len(pids) >= 2
+    parent.kill()
+    parent.wait()
+    end = time.monotonic() + 20
+    while any(Path("/proc", pid).exists() for pid in pids) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not any(Path("/proc", pid).exists() for pid in pids)
+    shutil.rmtree(folder)
+
+
+def test_rows_that_come_in_chunks_give_the_same_states(tiny: TargetSpec, tmp_path: Path) -> None:
+    section = TargetSection(
+        path=str(tiny.path), engine="vllm", python=str(VLLM_PYTHON), max_batched_tokens=512,
+        extra={**EXTRA_TINY, "enable_chunked_prefill": True, "max_num_batched_tokens": 64},
+    )  # fmt: skip
+    engine = VllmEngine(tiny, section, torch.float32, MAX_LENGTH, tmp_path / "engine.log")
+    layers = [0, 2, 4]
+    some = [[token % tiny.vocab_size for token in row] for row in rows()]
+    reference = TransformersEngine(tiny, torch.device("cpu"), torch.float32, False)
+    for row, states in zip(some, engine.capture(some, layers), strict=True):
+        (alone,) = reference.capture([row], layers)
+        assert (states - alone).norm() <= 1e-5 * alone.norm(), f"a row of {len(row)} tokens"
+    engine.close()
+
+
+def test_layers_spread_over_processes_are_refused(spec: TargetSpec, tmp_path: Path) -> None:
+    section = TargetSection(path=str(spec.path), engine="vllm", python=str(VLLM_PYTHON), extra={"pipeline_parallel_size": 2})
+    with pytest.raises(UserError, match="pipeline_parallel_size"):
+        VllmEngine(spec, section, torch.float32, MAX_LENGTH, tmp_path / "engine.log").log_probabilities([1, 2, 3])
+
+
+def test_tensor_parallel_2_gives_the_states_of_1(tiny: TargetSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     some = [[token % 320 for token in row] for row in rows()[:6]]
     found = {}
     for ranks, cores in ((1, "0"), (2, "0|1")):
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", cores)
-        section = TargetSection(
-            path=str(target), engine="vllm", python=str(VLLM_PYTHON), tensor_parallel=ranks, max_batched_tokens=512, extra={"kv_cache_memory_bytes": 1 << 28}
-        )
-        engine = VllmEngine(read_spec(target), section, torch.float32, MAX_LENGTH, tmp_path / f"engine-{ranks}.log")
+        section = TargetSection(path=str(tiny.path), engine="vllm", python=str(VLLM_PYTHON), tensor_parallel=ranks, max_batched_tokens=512, extra=EXTRA_TINY)
+        engine = VllmEngine(tiny, section, torch.float32, MAX_LENGTH, tmp_path / f"engine-{ranks}.log")
         found[ranks] = engine.capture(some, [0, 2, 4])
         engine.close()
     for one, two in zip(found[1], found[2], strict=True):
         assert (one - two).norm() / one.norm() < 1e-5
 
 
-def test_a_run_with_vllm_captures_what_a_run_with_transformers_captures(tmp_path: Path) -> None:
+def test_a_run_with_vllm_captures_what_a_run_with_transformers_captures(tiny: TargetSpec, tmp_path: Path) -> None:
     """The stages, not the engine alone: answers written, features stored and proved, by the run file's word."""
-    target = make_tiny_target(tmp_path / "target", num_layers=4, hidden_size=256, num_attention_heads=8, num_key_value_heads=2, head_dim=32)
     stores = {}
     for engine in ("transformers", "vllm"):
         folder = tmp_path / engine
         folder.mkdir()
         run_file = write_run(
-            folder, target, target={"engine": engine, "python": str(VLLM_PYTHON)}, data={"regenerate": "all", "temperature": 0.0, "max_new_tokens": 6}
+            folder, tiny.path, target={"engine": engine, "python": str(VLLM_PYTHON)}, data={"regenerate": "all", "temperature": 0.0, "max_new_tokens": 6}
         )
-        run_file.write_text(run_file.read_text() + "[target.extra]\nkv_cache_memory_bytes = 268435456\n")
+        run_file.write_text(run_file.read_text() + "[target.extra]\nkv_cache_memory_bytes = 268435456\nenforce_eager = true\n")
         run = Run(load(run_file, []))
         run.up_to("extract")
         reader = FeatureReader(run.folder / "features")

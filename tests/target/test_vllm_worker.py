@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from eyas.target.vllm_worker import Recognizer
+from eyas.features.shard import FeatureRow, OpenShard, open_shard, seal
+from eyas.target.vllm_worker import Piece, Place, Recognizer, Recorder
 
 
 def state_of(tokens: list[int], position: int) -> int:
@@ -16,18 +20,26 @@ def state_of(tokens: list[int], position: int) -> int:
     return hash(tuple(tokens[: position + 1])) % 1_000_003
 
 
-def forward(requests: list[tuple[list[int], int, int]], padding: int = 0) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
-    """One forward that holds tokens [start, end) of each request."""
-    ids = [token for tokens, start, end in requests for token in tokens[start:end]] + [0] * padding
-    positions = [position for _, start, end in requests for position in range(start, end)] + [0] * padding
-    states = [state_of(tokens, position) for tokens, start, end in requests for position in range(start, end)] + [-1] * padding
-    return np.array(ids), np.array(positions), torch.tensor(states)[:, None, None]
+class Capture:
+    """A recognizer, and the states that it gave to each row."""
 
+    def __init__(self, rows: list[list[int]]) -> None:
+        self.rows = rows
+        self.recognizer = Recognizer([np.array(row) for row in rows])
+        self.states = [[-1] * len(row) for row in rows]
 
-def check(recognizer: Recognizer, rows: list[list[int]]) -> None:
-    assert recognizer.missing() == []
-    for row, found in zip(rows, recognizer.states, strict=True):
-        assert found is not None and found[:, 0, 0].tolist() == [state_of(row, position) for position in range(len(row))]
+    def forward(self, requests: list[tuple[list[int], int, int]], padding: int = 0) -> None:
+        """One forward that holds tokens [start, end) of each request."""
+        ids = [token for tokens, start, end in requests for token in tokens[start:end]] + [0] * padding
+        positions = [position for _, start, end in requests for position in range(start, end)] + [0] * padding
+        states = [state_of(tokens, position) for tokens, start, end in requests for position in range(start, end)] + [-1] * padding
+        for piece in self.recognizer.give(np.array(ids), np.array(positions)):
+            self.states[piece.row][piece.start : piece.start + piece.count] = states[piece.source : piece.source + piece.count]
+
+    def check(self) -> None:
+        assert self.recognizer.missing() == []
+        for row, found in zip(self.rows, self.states, strict=True):
+            assert found == [state_of(row, position) for position in range(len(row))]
 
 
 def random_rows(seed: int) -> list[list[int]]:
@@ -42,47 +54,115 @@ def random_rows(seed: int) -> list[list[int]]:
 def test_whole_rows_in_any_order_get_their_own_states(seed: int) -> None:
     rows = random_rows(seed)
     chance = random.Random(1000 + seed)
-    recognizer = Recognizer([np.array(row) for row in rows])
+    capture = Capture(rows)
     order = chance.sample(range(len(rows)), len(rows))
     while order:
         count = chance.randrange(1, 6)
-        recognizer.give(*forward([(rows[index], 0, len(rows[index])) for index in order[:count]], padding=chance.randrange(4)))
+        capture.forward([(rows[index], 0, len(rows[index])) for index in order[:count]], padding=chance.randrange(4))
         order = order[count:]
-    check(recognizer, rows)
+    capture.check()
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_a_row_alone_may_come_in_chunks(seed: int) -> None:
     rows = random_rows(seed)
     chance = random.Random(1000 + seed)
-    recognizer = Recognizer([np.array(row) for row in rows])
-    for index in recognizer.missing():
-        recognizer.ask_alone(index)
+    capture = Capture(rows)
+    for index in capture.recognizer.missing():
+        capture.recognizer.ask_alone(index)
         done = 0
         while done < len(rows[index]):
             end = min(len(rows[index]), done + chance.randrange(1, 12))
-            recognizer.give(*forward([(rows[index], done, end)]))
+            capture.forward([(rows[index], done, end)])
             done = end
-    check(recognizer, rows)
+    capture.check()
 
 
 def test_chunks_of_several_rows_that_look_like_one_run_are_not_taken_for_it() -> None:
     """Two rows of which one ends its chunk where the other goes on: the run reads 1 2 3 4, but 3 4 followed 9 9."""
-    recognizer = Recognizer([np.array([1, 2, 5]), np.array([9, 9, 3, 4])])
-    recognizer.give(*forward([([9, 9, 3, 4], 0, 2)]))
-    recognizer.give(*forward([([1, 2, 5], 0, 2), ([9, 9, 3, 4], 2, 4)]))
-    assert recognizer.missing() == [0, 1]
+    capture = Capture([[1, 2, 5], [9, 9, 3, 4]])
+    capture.forward([([9, 9, 3, 4], 0, 2)])
+    capture.forward([([1, 2, 5], 0, 2), ([9, 9, 3, 4], 2, 4)])
+    assert capture.recognizer.missing() == [0, 1]
 
 
 def test_strangers_and_padding_are_dropped() -> None:
-    recognizer = Recognizer([np.array([5, 6, 7])])
-    recognizer.give(*forward([([1, 2, 3], 0, 3), ([5, 6, 8], 0, 3)], padding=4))
-    assert recognizer.missing() == [0]
-    recognizer.give(*forward([([1, 2, 3], 0, 3), ([5, 6, 7], 0, 3)], padding=4))
-    check(recognizer, [[5, 6, 7]])
+    capture = Capture([[5, 6, 7]])
+    capture.forward([([1, 2, 3], 0, 3), ([5, 6, 8], 0, 3)], padding=4)
+    assert capture.recognizer.missing() == [0]
+    capture.forward([([1, 2, 3], 0, 3), ([5, 6, 7], 0, 3)], padding=4)
+    capture.check()
+
+
+def test_rows_with_the_same_tokens_get_the_same_states_from_one_forward() -> None:
+    capture = Capture([[5, 6], [5, 6, 7], [5, 6]])
+    capture.forward([([5, 6, 7], 0, 3), ([5, 6], 0, 2)])
+    capture.check()
 
 
 def test_leftovers_that_seem_to_continue_a_row_do_no_harm() -> None:
     recognizer = Recognizer([np.array([5, 6, 7])])
-    recognizer.give(np.array([5, 6, 7, 9]), np.array([0, 1, 2, 3]), torch.tensor([state_of([5, 6, 7], i) for i in range(3)] + [0])[:, None, None])
-    check(recognizer, [[5, 6, 7]])
+    assert recognizer.give(np.array([5, 6, 7, 9]), np.array([0, 1, 2, 3])) == [Piece(row=0, source=0, start=0, count=3)]
+
+
+def laid_out(folder: Path, rows: list[list[int]], width: int) -> OpenShard:
+    given = [
+        FeatureRow(str(n), torch.tensor(row, dtype=torch.int32), torch.ones(len(row), dtype=torch.bool), torch.empty(0), torch.empty(0))
+        for n, row in enumerate(rows)
+    ]
+    return open_shard(folder, 0, given, 2, width, torch.float32)
+
+
+def record(folder: Path, rows: list[list[int]], order: list[int], per_forward: int, spoil: tuple[int, int] | None = None) -> tuple[OpenShard, Recorder]:
+    """Runs rows through a recorder on the CPU, `per_forward` of them at once; spoil: the (row, position) whose state is not a number."""
+    shard = laid_out(folder, rows, 3)
+    handle = os.open(shard.part, os.O_WRONLY)
+    (folder / "beat").write_bytes(bytes(8))
+    recorder = Recorder(torch.device("cpu"), 8, str(folder / "beat"))
+    recorder.want([np.array(row) for row in rows], [Place(handle, shard.aux_at(n), shard.last_at(n)) for n in range(len(rows))], torch.float32)
+    for start in range(0, len(order), per_forward):
+        some = order[start : start + per_forward]
+        ids = torch.tensor([token for row in some for token in rows[row]])
+        positions = torch.tensor([position for row in some for position in range(len(rows[row]))])
+        states = torch.tensor([float(state_of(rows[row], position)) for row in some for position in range(len(rows[row]))])[:, None].expand(-1, 3).clone()
+        if spoil and spoil[0] in some:
+            states[sum(len(rows[row]) for row in some[: some.index(spoil[0])]) + spoil[1], 1] = float("nan")
+        layers = [states.clone(), states + 0.25, states + 0.5]
+        recorder.put(ids, positions, layers)
+        for tensor in (ids, positions, *layers):
+            tensor.zero_()  # an engine uses its buffers again at once
+    recorder.settle()
+    os.close(handle)
+    return shard, recorder
+
+
+@pytest.mark.parametrize("per_forward", [1, 4, 12])
+def test_the_recorder_writes_each_state_to_its_place(tmp_path: Path, per_forward: int) -> None:
+    rows = random_rows(5)
+    shard, recorder = record(tmp_path, rows, random.Random(1).sample(range(len(rows)), len(rows)), per_forward)
+    assert recorder.recognizer.missing() == [] and not recorder.not_finite
+    assert int.from_bytes((tmp_path / "beat").read_bytes(), "little") == sum(len(row) for row in rows)
+    seal(tmp_path, shard)
+    found = load_file(shard.path)
+    truth = torch.tensor([float(state_of(row, position)) for row in rows for position in range(len(row))])[:, None].expand(-1, 3)
+    assert torch.equal(found["aux"][:, 0], truth) and torch.equal(found["aux"][:, 1], truth + 0.25) and torch.equal(found["last"], truth + 0.5)
+    assert found["tokens"].tolist() == [token for row in rows for token in row] and found["supervised"].all()
+
+
+def test_the_recorder_names_the_row_whose_states_are_not_finite(tmp_path: Path) -> None:
+    rows = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    _, recorder = record(tmp_path, rows, [2, 0, 1], 2, spoil=(2, 3))
+    assert recorder.not_finite == {2}
+
+
+def test_the_recorder_tells_what_could_not_be_written(tmp_path: Path) -> None:
+    shard = laid_out(tmp_path, [[1, 2]], 3)
+    handle = os.open(shard.part, os.O_RDONLY)  # as a disk that takes nothing
+    (tmp_path / "beat").write_bytes(bytes(8))
+    recorder = Recorder(torch.device("cpu"), 8, str(tmp_path / "beat"))
+    recorder.want([np.array([1, 2])], [Place(handle, shard.aux_at(0), shard.last_at(0))], torch.float32)
+    for _ in range(10):  # more than may wait: nobody waits for ever
+        recorder.put(torch.tensor([1, 2]), torch.tensor([0, 1]), [torch.ones(2, 3)] * 3)
+    with pytest.raises(RuntimeError, match="Bad file descriptor"):
+        recorder.settle()
+    os.close(handle)

@@ -7,23 +7,28 @@ tokens and supervised spans: rows already captured from the same target at the s
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from eyas.artifact import hash_json
+from eyas.artifact import hash_json, read_json, write_json
 from eyas.config import RunConfig
 from eyas.errors import UserError
-from eyas.features.shard import INDEX, FeatureRow, next_number, open_index, write_shard
-from eyas.features.verify import TOLERANCE, prove_capture
+from eyas.features.shard import INDEX, OpenShard, next_number, open_index, open_shard, seal
+from eyas.features.verify import TOLERANCE, capture_error, prove_capture
 from eyas.prepare.run import PreparedRow, read_rows
 from eyas.stage import Context, Result
-from eyas.target.embeddings import read_head
-from eyas.target.engine import open_engine, resolve_device, resolve_dtype
+from eyas.target.embeddings import TargetHead, read_head
+from eyas.target.engine import Filled, open_engine, resolve_device, resolve_dtype
 from eyas.target.spec import TargetSpec
 
 REUSABLE = (INDEX, "shard-*.safetensors")
+LOST = "lost.json"  # key -> reason, of rows without features
+SHARD_MIB = {"transformers": 128, "vllm": 512}  # vLLM is fast: larger files and fewer proofs keep up with it
+LOST_SHARE = 0.01  # of the rows, above which extraction stops
 FREE_FLOOR = 256 << 20  # bytes left free on the disk, for everybody else on it
 
 
@@ -43,61 +48,105 @@ def work(context: Context) -> Result:
     known = {key for entry in entries for key in entry.keys}
     missing = sorted((row for row in rows if row.key not in known), key=lambda row: len(row.tokens))
     _check_disk(context, sum(len(row.tokens) for row in missing) * 4 * spec.hidden_size * store_dtype.itemsize)
+    lost = {row.key: reason for row in missing if (reason := _refused(row, spec))}
+    missing = [row for row in missing if row.key not in lost]
+    num_missing = len(missing)
     errors: list[float] = []
-    with context.reporter.task(folder, "extract", sum(len(row.tokens) for row in rows), "tokens") as task:
+    with context.reporter.task(folder, "extract", sum(len(row.tokens) for row in rows if row.key not in lost), "tokens") as task:
         task.skip(sum(len(row.tokens) for row in rows if row.key in known))
         if missing:
-            engine, head = open_engine(config, spec, folder / "engine.log"), read_head(spec)
+            engine, head = open_engine(config, spec, folder / "engine.log", context.reporter.say), read_head(spec)
             dtypes = (resolve_dtype(config.target.dtype, resolve_device(config.target.device)), store_dtype)
             tolerance = max(TOLERANCE[dtype] for dtype in dtypes)
-            number = next_number(folder)
-            buffer: list[FeatureRow] = []
-            for batch in _batches(missing, engine.capture_tokens):
-                for row, states in zip(
-                    batch, engine.capture([row.tokens.tolist() for row in batch], [*capture["features"]["layers"], spec.num_layers]), strict=True
-                ):
-                    states = states.to(store_dtype)
-                    if not states.isfinite().all():
-                        raise UserError(
-                            f"The target gave features that are not finite for row {row.key}. No shard was written. "
-                            'Set target.dtype = "float32", or check its weights.'
-                        )
-                    buffer.append(FeatureRow(row.key, row.tokens, row.supervised, states[:, :3].contiguous(), states[:, 3].contiguous()))
-                last_batch = batch[-1] is missing[-1]
-                if last_batch or sum(row.aux.nbytes + row.last.nbytes for row in buffer) >= config.features.shard_mib << 20:
-                    errors.append(prove_capture(buffer[len(buffer) // 2], head, engine, tolerance))
-                    entries.append(write_shard(folder, number, buffer))
-                    number, buffer = number + 1, []
-                task.advance(sum(len(row.tokens) for row in batch))
+            shard_bytes = (config.features.shard_mib or SHARD_MIB[config.target.engine]) << 20
+            layers = [*capture["features"]["layers"], spec.num_layers]
+            try:
+                while missing:
+                    again: list[PreparedRow] = []
+                    for filled in engine.fill(_open_shards(folder, missing, spec, store_dtype, shard_bytes), layers, task.advance):
+                        if filled.lost:
+                            lost |= {filled.shard.keys[row]: reason for row, reason in filled.lost.items()}
+                            _check_lost(lost, rows, folder)
+                            again += [row for row in missing if row.key in filled.shard.keys and row.key not in lost]
+                            filled.shard.part.unlink()
+                        else:
+                            errors.append(_prove(filled, head, spec, tolerance))
+                            entries.append(seal(folder, filled.shard))
+                    missing = again
+            finally:
+                engine.close()
     wanted = {row.key for row in rows}
+    write_json(folder / LOST, lost)
     num_bytes = sum(entry.bytes for entry in entries)
     counts: dict[str, Any] = {
-        "rows": len(rows),
-        "rows_captured_now": len(missing),
-        "tokens": sum(len(row.tokens) for row in rows),
+        "rows": len(rows) - len(lost),
+        "rows_lost": dict(Counter(lost.values())),
+        "rows_captured_now": num_missing,
+        "tokens": sum(len(row.tokens) for row in rows if row.key not in lost),
         "shards": len(entries),
         "bytes": num_bytes,
         "rows_no_longer_wanted": sum(key not in wanted for entry in entries for key in entry.keys),
         "proof_of_capture_nats": max(errors, default=None),
     }
+    if lost:
+        context.reporter.say(f"extract: warning: {len(lost):,} of {len(rows):,} rows have no features and are left out: {_reasons(lost)}")
     proof = f", proof of capture within {max(errors):.2g} nats" if errors else ""
     context.reporter.say(
         f"extract: {counts['rows']:,} rows, {counts['tokens']:,} tokens, layers {capture['features']['layers']} and {spec.num_layers}, "
         f"{counts['bytes'] / 1e6:,.0f} MB in {counts['shards']} shards{proof}"
     )
-    return Result(counts, content=hash_json([capture, sorted(wanted)]))
+    return Result(counts, content=hash_json([capture, sorted(wanted - lost.keys())]))
 
 
-def _batches(rows: list[PreparedRow], batch_tokens: int) -> Iterator[list[PreparedRow]]:
-    """Rows in order, as many a batch as fit into batch_tokens with padding to the longest, which is the last."""
-    batch: list[PreparedRow] = []
+def rows_with_features(run_folder: Path) -> list[PreparedRow]:
+    """The prepared rows, without those that extraction counted as lost."""
+    lost = read_json(run_folder / "features" / LOST)
+    return [row for row in read_rows(run_folder / "prepare") if row.key not in lost]
+
+
+def _open_shards(folder: Path, rows: list[PreparedRow], spec: TargetSpec, dtype: torch.dtype, shard_bytes: int) -> Iterator[OpenShard]:
+    """Rows in order, as many a shard as reach `shard_bytes`; a shard takes its place on the disk when it is asked for."""
+    number = next_number(folder)
+    token_bytes = 4 * spec.hidden_size * dtype.itemsize
+    part: list[PreparedRow] = []
     for row in rows:
-        if batch and (len(batch) + 1) * len(row.tokens) > batch_tokens:
-            yield batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield batch
+        part.append(row)
+        if sum(len(row.tokens) for row in part) * token_bytes >= shard_bytes or row is rows[-1]:
+            yield open_shard(folder, number, part, 3, spec.hidden_size, dtype)
+            number, part = number + 1, []
+
+
+def _prove(filled: Filled, head: TargetHead, spec: TargetSpec, tolerance: float) -> float:
+    """The error of the proof of capture, in nats. Raises UserError for features that are not the target's."""
+    shard = filled.shard
+    if filled.not_finite:
+        raise UserError(
+            f"The target gave features that are not finite for row {shard.keys[filled.not_finite[0]]}. No shard was written. "
+            'Set target.dtype = "float32", or check its weights.'
+        )
+    error = capture_error(shard.tokens[filled.sample], shard.last(filled.sample), head, filled.log_probabilities)
+    prove_capture(error, spec.num_layers, tolerance)
+    return error
+
+
+def _refused(row: PreparedRow, spec: TargetSpec) -> str | None:
+    """Why a row cannot be given to the target, None if it can."""
+    if int(row.tokens.max()) >= spec.vocab_size or int(row.tokens.min()) < 0:
+        return f"a token id outside the target's vocabulary of {spec.vocab_size:,}"
+    return None
+
+
+def _check_lost(lost: dict[str, str], rows: list[PreparedRow], folder: Path) -> None:
+    """A few rows may be left out of a long run; more is a fault that would only be found after it."""
+    if len(lost) > max(10, LOST_SHARE * len(rows)):
+        raise UserError(
+            f"{len(lost):,} of {len(rows):,} rows have no features: {_reasons(lost)}. {folder / 'engine.log'} may say why; "
+            f"what was captured is kept. Mend the data or the engine's settings, then run `eyas extract` again."
+        )
+
+
+def _reasons(lost: dict[str, str]) -> str:
+    return "; ".join(f"{count:,} {reason}" for reason, count in Counter(lost.values()).most_common(5))
 
 
 def _check_disk(context: Context, num_bytes: int) -> None:

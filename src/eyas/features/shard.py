@@ -10,18 +10,34 @@ what the index lists is complete. Its first line says what all shards in the fol
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from safetensors import safe_open
 
-from eyas.artifact import fsync_folder, hash_file, whole_lines, write_tensors
+from eyas.artifact import fsync_folder, hash_file, whole_lines
 from eyas.errors import UserError
 
 INDEX = "index.jsonl"
+
+
+class Row(Protocol):
+    """key; tokens int32 [T]; supervised bool [T]."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def tokens(self) -> torch.Tensor: ...
+    @property
+    def supervised(self) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -44,21 +60,93 @@ class ShardEntry:
     lengths: list[int]
 
 
-def write_shard(folder: Path, number: int, rows: list[FeatureRow]) -> ShardEntry:
-    """Writes the shard and enters it in the index; returns its entry."""
+@dataclass(frozen=True)
+class OpenShard:
+    """A file laid out for rows whose states are still to come; nobody reads it before `seal` has renamed and entered it.
+
+    Whoever runs the target writes a row's aux [T, A, D] at byte `aux_at(row)` of `part` and its last [T, D] at `last_at(row)`.
+    """
+
+    path: Path
+    keys: list[str]
+    tokens: list[torch.Tensor]  # int32 [T] a row
+    width: int  # D
+    num_aux: int  # A
+    dtype: torch.dtype
+    starts: list[int]  # the first token of each row in the shard, and the end
+    begin: int  # byte at which aux begins; last follows
+
+    @property
+    def part(self) -> Path:
+        return self.path.with_name(self.path.name + ".tmp")
+
+    def aux_at(self, row: int) -> int:
+        return self.begin + self.starts[row] * self.num_aux * self.width * self.dtype.itemsize
+
+    def last_at(self, row: int) -> int:
+        return self.begin + (self.starts[-1] * self.num_aux + self.starts[row]) * self.width * self.dtype.itemsize
+
+    def put(self, row: int, aux: torch.Tensor, last: torch.Tensor) -> None:
+        """aux [T, A, D] and last [T, D], in the shard's dtype."""
+        with open(self.part, "rb+", buffering=0) as file:
+            for at, tensor in ((self.aux_at(row), aux), (self.last_at(row), last)):
+                assert tensor.dtype == self.dtype and len(tensor) == len(self.tokens[row])
+                file.seek(at)
+                data = memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+                while data:
+                    data = data[file.write(data) :]
+
+    def last(self, row: int) -> torch.Tensor:
+        """What stands there for `last` of a row, [T, D]."""
+        with safe_open(self.part, "pt") as file:
+            states: torch.Tensor = file.get_slice("last")[self.starts[row] : self.starts[row + 1]]
+        return states
+
+
+def open_shard(folder: Path, number: int, rows: Sequence[Row], num_aux: int, width: int, dtype: torch.dtype) -> OpenShard:
+    """Lays out the file: everything but the states is written, and it has its full size."""
+    starts = [0, *itertools.accumulate(len(row.tokens) for row in rows)]
+    name = {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
+    offsets, tokens, supervised = torch.tensor(starts), torch.cat([row.tokens for row in rows]), torch.cat([row.supervised for row in rows])
+    header: dict[str, Any] = {"__metadata__": {"keys": json.dumps([row.key for row in rows])}}
+    end = 0
+    for entry, kind, shape, size in (  # from wide to narrow, so that each begins at a multiple of its own width
+        ("offsets", "I64", [len(starts)], 8), ("tokens", "I32", [starts[-1]], 4), ("aux", name, [starts[-1], num_aux, width], dtype.itemsize),
+        ("last", name, [starts[-1], width], dtype.itemsize), ("supervised", "BOOL", [starts[-1]], 1),
+    ):  # fmt: skip
+        begin, end = end, end + math.prod(shape) * size
+        header[entry] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the format lets a header end in spaces
+    data = 8 + len(text)
+    begin = data + header["aux"]["data_offsets"][0]
     path = folder / f"shard-{number:05d}.safetensors"
-    lengths = [len(row.tokens) for row in rows]
-    tensors = {
-        "tokens": torch.cat([row.tokens for row in rows]),
-        "supervised": torch.cat([row.supervised for row in rows]),
-        "aux": torch.cat([row.aux for row in rows]),
-        "last": torch.cat([row.last for row in rows]),
-        "offsets": torch.tensor([0, *lengths]).cumsum(0),
-    }
-    write_tensors(path, tensors, {"keys": json.dumps([row.key for row in rows])})
-    entry = ShardEntry(path.name, path.stat().st_size, hash_file(path), [row.key for row in rows], lengths)
+    shard = OpenShard(path, [row.key for row in rows], [row.tokens for row in rows], width, num_aux, dtype, starts, begin)
+    with open(shard.part, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text + offsets.numpy().tobytes() + tokens.numpy().tobytes())
+        file.seek(data + header["supervised"]["data_offsets"][0])
+        file.write(supervised.numpy().tobytes())
+    return shard
+
+
+def seal(folder: Path, shard: OpenShard) -> ShardEntry:
+    """Syncs and renames the filled file and enters it in the index; returns its entry."""
+    with open(shard.part, "rb+") as file:
+        os.fsync(file.fileno())
+    checksum = hash_file(shard.part)
+    shard.part.replace(shard.path)
+    fsync_folder(folder)
+    entry = ShardEntry(shard.path.name, shard.path.stat().st_size, checksum, shard.keys, [len(tokens) for tokens in shard.tokens])
     _append(folder, entry.__dict__)
     return entry
+
+
+def write_shard(folder: Path, number: int, rows: list[FeatureRow]) -> ShardEntry:
+    """Writes a shard of rows that are all there, and enters it in the index; returns its entry."""
+    shard = open_shard(folder, number, rows, rows[0].aux.shape[1], rows[0].last.shape[1], rows[0].last.dtype)
+    for index, row in enumerate(rows):
+        shard.put(index, row.aux, row.last)
+    return seal(folder, shard)
 
 
 def open_index(folder: Path, capture: dict[str, Any]) -> list[ShardEntry]:

@@ -49,6 +49,10 @@ class Chat:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
+    def decode(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
     def prompt_ids(self, messages: list[Message]) -> list[int]:
         """What a server would feed the target to get the next answer."""
         return self.ids(self.text(messages, generation_prompt=True))
@@ -56,8 +60,7 @@ class Chat:
     def answer(self, ids: list[int]) -> Message:
         """An answer that the target wrote, as a message: its text without the stop token, and under "ids" the very tokens that were sampled."""
         text_ids = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
-        text = self.tokenizer.decode(text_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return {"role": "assistant", "content": text, "ids": ids}
+        return {"role": "assistant", "content": self.decode(text_ids), "ids": ids}
 
     def rows(self, messages: list[Message]) -> list[Row]:
         """One row if each turn's prompt continues the row so far; else one row an answer, each as it would be served. Raises Unrenderable."""

@@ -1,4 +1,4 @@
-"""The stage `prepare`: data files -> rows of tokens with supervised spans.
+"""The stage `prepare`: data files, or the target alone -> rows of tokens with supervised spans.
 
 Out, in prepare/: rows.safetensors (tokens int32 [T], supervised bool [T], offsets int64 [R + 1], holdout bool [R]),
 rows.jsonl (a line a row: key, conversation, source, sizes), answers.jsonl (what the target wrote),
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ from safetensors.torch import load_file
 from eyas.artifact import hash_file, write_bytes, write_tensors
 from eyas.config import RunConfig
 from eyas.errors import UserError
+from eyas.prepare.ask import FILE as ANSWERS
+from eyas.prepare.ask import Asker
 from eyas.prepare.chat import Chat, Row, Unrenderable, load_chat
-from eyas.prepare.regenerate import FILE as ANSWERS
 from eyas.prepare.regenerate import count_open, write_answers
 from eyas.prepare.sources import Conversation, read_conversations, source_hashes, with_open_answers
+from eyas.prepare.synthesize import EmptyTurn, Synthesis, empty_turn, synthesize
 from eyas.progress import Reporter
 from eyas.stage import Context, Result
 from eyas.target.engine import Sampling, open_engine, resolve_device, resolve_dtype
@@ -48,11 +51,12 @@ class PreparedRow:
 
 def settings(config: RunConfig, spec: TargetSpec) -> dict[str, Any]:
     data = config.data.model_dump(exclude={"conversations", "generate_batch"})
+    writes = config.data.regenerate != "never" or config.data.synthesize > 0
     return {
         "data": data,
         "run": {"seed": config.run.seed},
         "sources": source_hashes(config.data.conversations, hash_file),
-        "target": {"tokenizer": spec.fingerprint["tokenizer"], "weights": spec.fingerprint["weights"] if config.data.regenerate != "never" else ""},
+        "target": {"tokenizer": spec.fingerprint["tokenizer"], "weights": spec.fingerprint["weights"] if writes else ""},
     }
 
 
@@ -61,9 +65,11 @@ def work(context: Context) -> Result:
     chat = load_chat(spec, config.target.trust_remote_code)
     counts: Counter[str] = Counter()
     conversations = [with_open_answers(conversation, config.data.regenerate) for conversation in read_conversations(config.data.conversations)]
+    turn = empty_turn(chat) if config.data.synthesize else None  # before the target is loaded, which may take long
+    synthesis = Synthesis()
+    if turn or count_open(conversations):
+        conversations, synthesis = _written(context, conversations, turn, chat, counts)
     counts["conversations"] = len(conversations)
-    if num_open := count_open(conversations):
-        conversations = _answered(context, conversations, chat, num_open, counts)
     dropped: Counter[str] = Counter()
     rows, lines = [], []
     seen: set[str] = set()
@@ -87,8 +93,8 @@ def work(context: Context) -> Result:
             )
     _check_kept(rows, dropped, context.reporter)
     _write(folder, rows, lines)
-    kept_held_out = {line["source"] for line in lines if line["holdout"]}
-    _write_prompts(folder, [conversation for conversation in conversations if conversation.where in kept_held_out])
+    kept_held_out = {(line["source"], line["conversation"]) for line in lines if line["holdout"]}
+    _write_prompts(folder, [conversation for conversation in conversations if (conversation.where, conversation.id) in kept_held_out])
     counts.update(
         rows=len(rows),
         holdout_rows=sum(row.holdout for row in rows),
@@ -100,26 +106,49 @@ def work(context: Context) -> Result:
         f"prepare: {counts['conversations']:,} conversations -> {counts['rows']:,} rows ({counts['holdout_rows']:,} held out), {counts['tokens']:,} tokens, "
         f"{share:.0%} supervised; {counts['clipped']:,} clipped, {sum(dropped.values()):,} dropped{_reasons(dropped)}"
     )
-    return Result({**counts, "dropped": dict(dropped)}, content=hash_file(folder / ROWS))
+    manifest: dict[str, Any] = {**counts, "dropped": dict(dropped)}
+    if synthesis.tried:
+        manifest["synthesized"] = {"tried": synthesis.tried, "usable": len(synthesis.conversations), "dropped": dict(synthesis.dropped)}
+    return Result(manifest, content=hash_file(folder / ROWS))
 
 
-def _answered(context: Context, conversations: list[Conversation], chat: Chat, num_open: int, counts: Counter[str]) -> list[Conversation]:
+def _written(
+    context: Context, conversations: list[Conversation], turn: EmptyTurn | None, chat: Chat, counts: Counter[str]
+) -> tuple[list[Conversation], Synthesis]:
+    """All that the target writes: with `turn` conversations beside those given, then every open answer. Raises UserError if no written turn is usable."""
     config = context.config
     dtype = resolve_dtype(config.target.dtype, resolve_device(config.target.device))
+    # vLLM queues what does not fit; transformers holds the whole batch in memory.
+    batch = config.data.generate_batch or (1024 if config.target.engine == "vllm" else 16)
     sampling = Sampling(config.data.max_new_tokens, config.data.temperature, config.data.top_p, config.run.seed)
-    with context.reporter.task(context.folder, "writing answers", num_open, "answers") as task:
-        engine = open_engine(config, context.spec, context.folder / "engine.log")
-        return write_answers(
-            conversations,
-            chat,
-            engine,
-            sampling,
-            config.data.generate_batch,
-            {"target": context.spec.fingerprint["weights"], "dtype": str(dtype)},
-            context.folder,
-            task,
-            counts,
-        )
+    with closing(open_engine(config, context.spec, context.folder / "engine.log", context.reporter.say)) as engine:
+        asker = Asker(engine, batch, {"target": context.spec.fingerprint["weights"], "dtype": str(dtype)}, context.folder)
+        synthesis = _synthesized(context, conversations, turn, chat, asker, sampling) if turn else Synthesis()
+        conversations = conversations + synthesis.conversations
+        with context.reporter.task(context.folder, "writing answers", count_open(conversations), "answers") as task:
+            return write_answers(conversations, chat, asker, sampling, task, counts), synthesis
+
+
+def _synthesized(context: Context, conversations: list[Conversation], turn: EmptyTurn, chat: Chat, asker: Asker, sampling: Sampling) -> Synthesis:
+    data, reporter = context.config.data, context.reporter
+    found = synthesize(
+        data.synthesize,
+        turn,
+        chat,
+        asker,
+        sampling,
+        data.max_length,
+        {message["content"] for conversation in conversations for message in conversation.messages if message["role"] == "user"},
+        lambda num: reporter.task(context.folder, "writing user turns", num, "turns"),
+    )
+    usable = len(found.conversations)
+    tally = f"{usable:,} of {found.tried:,} user turns that the target wrote are usable{_reasons(found.dropped)}"
+    if not usable:
+        raise UserError(f"data.synthesize = {data.synthesize:,}: {tally}. Mend what the reasons name, or set it to 0 and name files in data.conversations.")
+    reporter.say(f"prepare: {tally}")
+    if usable < data.synthesize:
+        reporter.say(f"prepare: warning: data.synthesize asks for {data.synthesize:,} conversations; going on with {usable:,}")
+    return found
 
 
 def _rows(conversation: Conversation, chat: Chat, max_length: int, counts: Counter[str], dropped: Counter[str]) -> Iterator[Row]:

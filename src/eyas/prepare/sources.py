@@ -24,7 +24,7 @@ class Conversation:
 
     id: str
     messages: list[Message]
-    where: str  # file and line, for messages to the user
+    where: str  # file and line, for messages to the user; "synthesized" if the target wrote the user turn
     category: str = ""
 
 

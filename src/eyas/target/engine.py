@@ -6,7 +6,7 @@ Legend: T tokens of a row, L captured layers, D hidden width.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -15,6 +15,7 @@ import torch
 
 from eyas.config import RunConfig
 from eyas.errors import UserError
+from eyas.features.shard import OpenShard
 from eyas.target.spec import TargetSpec
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -26,6 +27,7 @@ class Sampling:
     temperature: float  # 0 is greedy
     top_p: float
     seed: int
+    extra_stop_ids: tuple[int, ...] = ()  # tokens that end an answer beside the target's own stop tokens
 
 
 @dataclass(frozen=True)
@@ -36,18 +38,39 @@ class Answer:
     finish: Literal["stop", "length"]
 
 
+@dataclass(frozen=True)
+class Filled:
+    """A shard whose states are written.
+
+    lost: rows that the engine did not bring, with the reason. not_finite: rows with a state that is infinite or NaN. log_probabilities: the target's own
+    for tokens 1, 2, ... of row `sample`, all or the first ones, float32 [t <= T - 1], for the proof of capture.
+    """
+
+    shard: OpenShard
+    lost: dict[int, str]
+    not_finite: list[int]
+    sample: int
+    log_probabilities: torch.Tensor
+
+
 class TargetEngine(Protocol):
     spec: TargetSpec
-    capture_tokens: int  # how many tokens, padding included, to hand to `capture` at once
 
     def capture(self, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> list[torch.Tensor]:
         """The states of each row at `layers`, [T, L, D] on the CPU in the dtype the target runs in; what a row alone would give."""
+
+    def fill(self, shards: Iterable[OpenShard], layers: Sequence[int], advance: Callable[[int], None]) -> Iterator[Filled]:
+        """Writes the states of all rows into the shards, aux from all `layers` but the last, which is `last`; gives back each shard once it is filled,
+        in order. Takes shards from the iterator as it needs them. advance: told of tokens as they come."""
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Answer]:
         """The target's answers to prompts of token ids."""
 
     def log_probabilities(self, row: Sequence[int]) -> torch.Tensor:
         """The target's own log-probability of each token but the first, float32 [T - 1]; the independent side of the proof of capture."""
+
+    def close(self) -> None:
+        """Gives back what the target holds; the engine is not used afterwards."""
 
 
 def keep_freed_memory() -> None:
@@ -90,15 +113,15 @@ def _has_amx() -> bool:
     return bool(capabilities and capabilities().get("amx_bf16"))
 
 
-def open_engine(config: RunConfig, spec: TargetSpec, log: Path) -> TargetEngine:
-    """The target in the engine that the run file names; what another process prints goes to the file `log`."""
+def open_engine(config: RunConfig, spec: TargetSpec, log: Path, say: Callable[[str], None]) -> TargetEngine:
+    """The target in the engine that the run file names; what another process prints goes to the file `log`, what a person should know to `say`."""
     device = resolve_device(config.target.device)
     dtype = resolve_dtype(config.target.dtype, device)
     # Imported here: only stages that run the target pay for it.
     if config.target.engine == "vllm":
         from eyas.target.vllm_engine import VllmEngine
 
-        return VllmEngine(spec, config.target, dtype, config.data.max_length, log)
+        return VllmEngine(spec, config.target, dtype, config.data.max_length, log, say)
     from eyas.target.transformers_engine import TransformersEngine
 
     return TransformersEngine(spec, device, dtype, config.target.trust_remote_code, config.features.batch_tokens)

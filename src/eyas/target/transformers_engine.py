@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from eyas.errors import UserError
+from eyas.features.shard import OpenShard
 from eyas.target import rowwise
-from eyas.target.engine import Answer, Sampling
+from eyas.target.engine import Answer, Filled, Sampling
 from eyas.target.spec import TargetSpec
 from eyas.target.tap import LayerTap
 
 
 class TransformersEngine:
-    def __init__(self, spec: TargetSpec, device: torch.device, dtype: torch.dtype, trust_remote_code: bool, capture_tokens: int = 4096) -> None:
-        self.spec, self.device, self.dtype, self.capture_tokens = spec, device, dtype, capture_tokens
+    def __init__(self, spec: TargetSpec, device: torch.device, dtype: torch.dtype, trust_remote_code: bool, batch_tokens: int = 4096) -> None:
+        self.spec, self.device, self.dtype, self.batch_tokens = spec, device, dtype, batch_tokens
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 spec.path, dtype=dtype, trust_remote_code=trust_remote_code, local_files_only=True, output_loading_info=True
@@ -57,6 +58,19 @@ class TransformersEngine:
             states_BTLD = tap.take()
         return [states_BTLD[b, : len(row)].cpu() for b, row in enumerate(rows)]
 
+    def fill(self, shards: Iterable[OpenShard], layers: Sequence[int], advance: Callable[[int], None]) -> Iterator[Filled]:
+        for shard in shards:
+            not_finite = []
+            for batch in batches([len(tokens) for tokens in shard.tokens], self.batch_tokens):
+                for row, states in zip(batch, self.capture([shard.tokens[row].tolist() for row in batch], layers), strict=True):
+                    states = states.to(shard.dtype)
+                    if not states.isfinite().all():
+                        not_finite.append(row)
+                    shard.put(row, states[:, :-1], states[:, -1])
+                advance(sum(len(shard.tokens[row]) for row in batch))
+            sample = len(shard.keys) // 2
+            yield Filled(shard, {}, not_finite, sample, self.log_probabilities(shard.tokens[sample].tolist()))
+
     @torch.inference_mode()
     def log_probabilities(self, row: Sequence[int]) -> torch.Tensor:
         ids_T = torch.as_tensor(row, device=self.device)
@@ -75,16 +89,17 @@ class TransformersEngine:
         choice = (
             {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if sampling.temperature > 0 else {"do_sample": False}
         )
+        stop_ids = [*self.spec.stop_ids, *sampling.extra_stop_ids]
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(sampling.seed)
             full_BT = self.model.generate(
                 input_ids=ids_BT.to(self.device), attention_mask=mask_BT.to(self.device), max_new_tokens=sampling.max_new_tokens,
-                eos_token_id=list(self.spec.stop_ids) or None, pad_token_id=0, **choice,
+                eos_token_id=stop_ids or None, pad_token_id=0, **choice,
             )  # fmt: skip
-        return [self._answer(new.tolist()) for new in full_BT[:, width:]]
+        return [self._answer(new.tolist(), stop_ids) for new in full_BT[:, width:]]
 
-    def _answer(self, tokens: list[int]) -> Answer:
-        stops = [position for position, token in enumerate(tokens) if token in self.spec.stop_ids]
+    def _answer(self, tokens: list[int], stop_ids: Sequence[int]) -> Answer:
+        stops = [position for position, token in enumerate(tokens) if token in stop_ids]
         finish: Literal["stop", "length"] = "stop" if stops else "length"
         return Answer(tokens[: stops[0] + 1] if stops else tokens, finish)
 
@@ -101,3 +116,20 @@ class TransformersEngine:
 
     def new_cache(self) -> DynamicCache:
         return DynamicCache(config=self.model.config)
+
+    def close(self) -> None:
+        del self.model
+
+
+def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Rows in order, as many a batch as fit into batch_tokens with padding to the longest; a longer one goes alone."""
+    batch: list[int] = []
+    longest = 0
+    for row, length in enumerate(lengths):
+        if batch and (len(batch) + 1) * max(longest, length) > batch_tokens:
+            yield batch
+            batch, longest = [], 0
+        batch.append(row)
+        longest = max(longest, length)
+    if batch:
+        yield batch

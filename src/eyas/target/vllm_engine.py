@@ -1,6 +1,7 @@
 """The target run by vLLM, in a process of its own, with the Python of the user's vLLM environment: whatever version it has, whatever Eyas runs on.
 
-Commands go to vllm_worker.py as JSON lines; tensors travel as files in shared memory, or in the temporary folder where there is none.
+The process runs in one of two modes: `capture`, where hooks see every layer, and `generate`, vLLM's own fast mode. It loads the target when first
+needed; if it dies or hangs, it is started again and asked again for what it had not answered.
 
 Legend: T tokens of a row, L captured layers, D hidden width.
 """
@@ -10,81 +11,183 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
+import struct
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import eyas
 from eyas.config import TargetSection
 from eyas.errors import UserError
-from eyas.target.engine import Answer, Sampling
+from eyas.features.shard import OpenShard, open_shard
+from eyas.target.engine import Answer, Filled, Sampling
 from eyas.target.spec import TargetSpec
+from eyas.target.worker_process import Failed, Lost, WorkerProcess
 
+Mode = Literal["capture", "generate"]
 # The worker's own small copy of Eyas: its other modules, and whatever is installed beside them, must not shadow the vLLM environment's packages.
 WORKER_FILES = ("__init__.py", "errors.py", "target/__init__.py", "target/tap.py", "target/vllm_worker.py")
+# One command holds the rows of about so many seconds: enough that the gap between two commands does not show. It is also what a crash can lose.
+GROUP_SECONDS = 15.0
+PROOF_TOKENS = 64
+LOSSES = 2  # in a row, without an answer between, after which the engine is not started again
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of tokens for `open_shard`."""
+
+    key: str
+    tokens: torch.Tensor
+    supervised: torch.Tensor
 
 
 class VllmEngine:
-    """Starts vLLM on first use, because loading takes minutes and may not be needed. max_length: tokens of the longest row or answer with its prompt."""
+    """max_length: tokens of the longest row, or answer with its prompt. say: told when the engine is started again."""
 
-    def __init__(self, spec: TargetSpec, section: TargetSection, dtype: torch.dtype, max_length: int, log: Path) -> None:
-        self.spec, self.section, self.dtype, self.max_length, self.log = spec, section, dtype, max_length, log
-        # One call serves several forwards, because the files in between cost a little.
-        self.capture_tokens = 8 * section.max_batched_tokens
-        self.process: subprocess.Popen[str] | None = None
+    def __init__(self, spec: TargetSpec, section: TargetSection, dtype: torch.dtype, max_length: int, log: Path, say: Callable[[str], None] = print) -> None:
+        self.spec, self.section, self.dtype, self.max_length, self.log, self.say = spec, section, dtype, max_length, log, say
+        self.group_tokens = 4 * section.max_batched_tokens
+        self.process: WorkerProcess | None = None
+        self.mode: Mode = "capture"
         self.folder: Path | None = None
         self.version = ""
+        self.unanswered: deque[dict[str, Any]] = deque()
+        self.lost_in_a_row = 0
 
     def capture(self, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> list[torch.Tensor]:
-        self._start()
-        assert self.folder is not None
-        wanted, out = self.folder / "rows.safetensors", self.folder / "states.safetensors"
-        distinct = list(dict.fromkeys(tuple(row) for row in rows))  # a row asked for twice is captured once
-        offsets = torch.tensor([0, *(len(row) for row in distinct)]).cumsum(0)
-        save_file({"tokens": torch.tensor([token for row in distinct for token in row], dtype=torch.int32), "offsets": offsets}, wanted)
-        result = self._call("capture", rows=str(wanted), layers=list(layers), out=str(out))
-        if result["missing"]:
-            row = distinct[result["missing"][0]]
+        """Raises UserError if a row does not come."""
+        given = [torch.tensor(row, dtype=torch.int32) for row in rows]
+        shard = open_shard(
+            self._folder(), 0, [Row(str(n), row, torch.ones(len(row), dtype=torch.bool)) for n, row in enumerate(given)],
+            len(layers) - 1, self.spec.hidden_size, self.dtype,
+        )  # fmt: skip
+        (filled,) = self.fill([shard], layers, lambda tokens: None)
+        if filled.lost:
+            row, reason = next(iter(filled.lost.items()))
             raise UserError(
-                f"vLLM did not bring the features of {len(result['missing'])} of {len(distinct)} rows, asked together and alone "
-                f"(the first has {len(row)} tokens, beginning {list(row[:8])}). Its log is {self.log}; please report it with the vLLM version, {self.version}."
+                f"vLLM did not bring the features of {len(filled.lost)} of {len(rows)} rows (the first has {len(rows[row])} tokens, beginning "
+                f"{list(rows[row][:8])}: {reason}). Its log is {self.log}; please report it with the vLLM version, {self.version}."
             )
-        states = load_file(out)
-        out.unlink()
-        found = {row: states[str(index)] for index, row in enumerate(distinct)}
-        return [found[tuple(row)] for row in rows]
+        with safe_open(shard.part, "pt") as file:
+            states = torch.cat([file.get_tensor("aux"), file.get_tensor("last")[:, None]], dim=1)
+        shard.part.unlink()
+        return list(states.tensor_split(shard.starts[1:-1]))
+
+    def fill(self, shards: Iterable[OpenShard], layers: Sequence[int], advance: Callable[[int], None]) -> Iterator[Filled]:
+        """Two groups of shards are under way at once: while the target runs on one, the caller seals what came of the other."""
+        self._enter("capture")
+        sent: deque[list[OpenShard]] = deque()
+        for number, group in enumerate(self._groups(shards)):
+            self._send(do="capture", layers=list(layers), **self._plan(group, f"rows-{number % 3}"))
+            sent.append(group)
+            if len(sent) == 2:
+                yield from self._filled(sent.popleft(), advance)
+        while sent:
+            yield from self._filled(sent.popleft(), advance)
+
+    def _groups(self, shards: Iterable[OpenShard]) -> Iterator[list[OpenShard]]:
+        group: list[OpenShard] = []
+        for shard in shards:
+            group.append(shard)
+            if sum(shard.starts[-1] for shard in group) >= self.group_tokens:
+                yield group
+                group = []
+        if group:
+            yield group
+
+    def _plan(self, group: list[OpenShard], name: str) -> dict[str, Any]:
+        """Tells the worker which rows there are and where their states go; returns the arguments of its command."""
+        folder = self._folder()
+        tokens = [row for shard in group for row in shard.tokens]
+        offsets = torch.tensor([0, *(len(row) for row in tokens)]).cumsum(0)
+        save_file({"tokens": torch.cat(tokens), "offsets": offsets}, folder / f"{name}.safetensors")
+        places = [[n, shard.aux_at(row), shard.last_at(row)] for n, shard in enumerate(group) for row in range(len(shard.keys))]
+        plan = {
+            "tokens": str(folder / f"{name}.safetensors"), "files": [str(shard.part.resolve()) for shard in group], "places": places,
+            "dtype": str(group[0].dtype).removeprefix("torch."),
+        }  # fmt: skip
+        (folder / f"{name}.json").write_text(json.dumps(plan))
+        # One row of each group is proved in whole, the beginning of one row of each other shard: the head over all tokens of a row costs too much.
+        prove, first = [], 0
+        for shard in group:
+            sample = len(shard.keys) // 2
+            prove.append([first + sample, min(len(shard.tokens[sample]), PROOF_TOKENS if first else self.max_length)])
+            first += len(shard.keys)
+        return {"plan": str(folder / f"{name}.json"), "prove": prove}
+
+    def _filled(self, group: list[OpenShard], advance: Callable[[int], None]) -> Iterator[Filled]:
+        total = sum(shard.starts[-1] for shard in group)
+        told = 0
+
+        def progress(tokens: int) -> None:
+            nonlocal told
+            if told < (now := min(tokens, total)):
+                advance(now - told)
+                told = now
+
+        reply = self._receive("capturing", progress)
+        progress(total)
+        self.group_tokens = max(4 * self.section.max_batched_tokens, int(GROUP_SECONDS * total / reply["seconds"]))
+        first = 0
+        for shard in group:
+            rows = range(first, first + len(shard.keys))
+            first = rows.stop
+            sample = len(rows) // 2
+            yield Filled(
+                shard=shard,
+                lost={row - rows.start: "it did not come through the engine, asked for together and alone" for row in reply["missing"] if row in rows},
+                not_finite=[row - rows.start for row in reply["not_finite"] if row in rows],
+                sample=sample,
+                log_probabilities=torch.tensor(reply["log_probabilities"][str(rows.start + sample)]),
+            )
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Answer]:
-        self._start()
+        self._enter("generate")
         # No seed for each request: that makes vLLM's sampling several times slower on a GPU.
         choice = {
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            "stop_token_ids": list(self.spec.stop_ids),
+            "stop_token_ids": [*self.spec.stop_ids, *sampling.extra_stop_ids],
         }
-        answers = self._call("generate", prompts=[list(prompt) for prompt in prompts], sampling=choice)
+        self._send(do="generate", prompts=[list(prompt) for prompt in prompts], sampling=choice)
+        answers = self._receive("writing answers")
         return [Answer(answer["tokens"], "stop" if answer["finish"] == "stop" else "length") for answer in answers]
 
     def log_probabilities(self, row: Sequence[int]) -> torch.Tensor:
-        self._start()
-        return torch.tensor(self._call("log_probabilities", row=list(row)))
+        self._enter(self.mode)
+        self._send(do="log_probabilities", row=list(row))
+        return torch.tensor(self._receive("computing log-probabilities"))
 
-    def _start(self) -> None:
-        if self.process is not None:
+    def _folder(self) -> Path:
+        if self.folder is None:
+            shared = Path("/dev/shm")
+            self.folder = Path(tempfile.mkdtemp(prefix="eyas-", dir=shared if os.access(shared, os.W_OK) else None))
+            for name in WORKER_FILES:
+                (self.folder / "eyas" / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(Path(eyas.__file__).parent / name, self.folder / "eyas" / name)
+        return self.folder
+
+    def _enter(self, mode: Mode) -> None:
+        """Has the process run in `mode`; the target is loaded anew if it ran in the other."""
+        if self.process is not None and self.mode == mode:
             return
-        shared = Path("/dev/shm")
-        self.folder = Path(tempfile.mkdtemp(prefix="eyas-", dir=shared if os.access(shared, os.W_OK) else None))
-        source = Path(eyas.__file__).parent
-        for name in WORKER_FILES:
-            (self.folder / "eyas" / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(source / name, self.folder / "eyas" / name)
+        self._stop(30.0)
+        self.mode = mode
+        self._start()
+
+    def _engine_arguments(self) -> dict[str, Any]:
+        if self.section.extra.get("pipeline_parallel_size", 1) != 1:
+            raise UserError("target.extra.pipeline_parallel_size spreads the layers over processes, and features come from one. Use target.tensor_parallel.")
         arguments = {
             "model": str(self.spec.path),
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -94,58 +197,92 @@ class VllmEngine:
             "max_model_len": self.max_length + 1,  # vLLM wants room for the one token that it is asked to write
             "trust_remote_code": self.section.trust_remote_code,
             "disable_log_stats": True,
-            **self.section.extra,
-            # What capture rests on: compiled code fires no hooks, cached tokens are not computed again, chunks hide whose they are.
-            "enforce_eager": True,
-            "enable_prefix_caching": False,
-            "enable_chunked_prefill": False,
         }
-        job = self.folder / "job.json"
-        job.write_text(json.dumps({"engine": arguments, "num_layers": self.spec.num_layers}))
-        self.replies, replies = (os.fdopen(end, mode) for end, mode in zip(os.pipe(), ("r", "w"), strict=True))
-        environment = {**os.environ, "PYTHONPATH": str(self.folder), "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
-        python = self.section.python or sys.executable
-        with open(self.log, "ab") as log:
-            try:
-                self.process = subprocess.Popen(
-                    [python, "-m", "eyas.target.vllm_worker", str(job), str(replies.fileno())],
-                    stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, env=environment, pass_fds=[replies.fileno()],
-                )  # fmt: skip
-            except OSError as error:
-                raise UserError(f"target.python = {python!r} cannot be started: {error.strerror}. Give the python of an environment that has vLLM.") from None
-        replies.close()
-        self.version = self._reply("starting")["vllm"]
+        if self.mode == "generate":
+            return {**arguments, **self.section.extra}
+        # What capture rests on: compiled code fires no hooks, cached tokens are not computed again. Chunks hide whose they are: rows that come in
+        # chunks are asked for again alone, which is slow, so they are off unless the run file wants them.
+        return {**arguments, "enable_chunked_prefill": False, **self.section.extra, "enforce_eager": True, "enable_prefix_caching": False}
 
-    def _call(self, do: str, **keywords: Any) -> Any:
-        assert self.process is not None and self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps({"do": do, **keywords}) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has died; the missing reply says so
-        return self._reply(do)
-
-    def _reply(self, during: str) -> Any:
-        assert self.process is not None
-        line = self.replies.readline()
-        reply = json.loads(line) if line.endswith("\n") else {"error": f"its process ended with code {self.process.wait()}"}
-        if "error" in reply:
-            self.close()
-            raise UserError(
-                f"vLLM failed while {during}: {reply['error'].splitlines()[0]}. Its log is {self.log}; mend what it names, then run the same command again."
+    def _start(self) -> None:
+        folder = self._folder()
+        self.beat = folder / "beat"
+        self.beat.write_bytes(bytes(8))
+        arguments = self._engine_arguments()
+        job = folder / "job.json"
+        job.write_text(
+            json.dumps(
+                {
+                    "engine": arguments,
+                    "num_layers": self.spec.num_layers,
+                    "max_tokens": arguments["max_num_batched_tokens"],
+                    "beat": str(self.beat),
+                }
             )
-        return reply["ok"]
+        )
+        python = self.section.python or sys.executable
+        environment = {**os.environ, "PYTHONPATH": str(folder), "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+        try:
+            self.process = WorkerProcess([python, "-m", "eyas.target.vllm_worker", str(job)], environment, self.log)
+        except OSError as error:
+            raise UserError(f"target.python = {python!r} cannot be started: {error.strerror}. Give the python of an environment that has vLLM.") from None
+        try:
+            self.version = self.process.receive(60 * self.section.hang_minutes, self.process.busy())["vllm"]
+        except (Lost, Failed) as error:
+            self._stop(0.0)
+            raise self._error("starting", error) from None
+
+    def _send(self, **command: Any) -> None:
+        assert self.process is not None
+        self.unanswered.append(command)
+        self.process.send(command)
+
+    def _receive(self, during: str, progress: Callable[[int], None] = lambda tokens: None) -> Any:
+        """The answer to the oldest command without one. An engine that is lost is started again, at most twice in a row, and asked again."""
+        while True:
+            assert self.process is not None
+            try:
+                reply = self.process.receive(60 * self.section.hang_minutes, self._sign_of_life(progress))
+            except Failed as error:
+                self._stop(0.0)
+                raise self._error(during, error) from None
+            except Lost as loss:
+                self._stop(0.0)
+                self.lost_in_a_row += 1
+                if self.lost_in_a_row > LOSSES:
+                    raise self._error(during, loss, f" {self.lost_in_a_row} times in a row") from None
+                self.say(f"vLLM was lost while {during}: {loss}. It is started again; nothing is lost. Its log is {self.log}.")
+                self._start()
+                for command in self.unanswered:
+                    self.process.send(command)
+                continue
+            self.lost_in_a_row = 0
+            self.unanswered.popleft()
+            return reply
+
+    def _sign_of_life(self, progress: Callable[[int], None]) -> Callable[[], Any]:
+        assert self.process is not None
+        busy = self.process.busy()
+
+        def sign() -> Any:
+            (tokens,) = struct.unpack("<q", self.beat.read_bytes())
+            progress(tokens)
+            # Where hooks are fired, only a forward counts: an engine whose ranks wait for one another keeps its cores busy.
+            return self.beat.stat().st_mtime_ns if self.mode == "capture" else busy()
+
+        return sign
+
+    def _error(self, during: str, error: Exception, times: str = "") -> UserError:
+        return UserError(f"vLLM failed while {during}{times}: {error}. Its log is {self.log}; mend what it names, then run the same command again.")
+
+    def _stop(self, seconds: float) -> None:
+        if self.process is not None:
+            self.process.stop(seconds)
+            self.process = None
 
     def close(self) -> None:
-        if self.process is not None:
-            assert self.process.stdin is not None
-            self.process.stdin.close()
-            try:
-                self.process.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-            self.process = None
+        self._stop(0.0 if self.unanswered else 30.0)
+        self.unanswered.clear()
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder = None

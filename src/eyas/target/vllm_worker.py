@@ -5,31 +5,55 @@ Of Eyas it needs only this file, tap.py and errors.py; else vllm, torch, safeten
 
     python -m eyas.target.vllm_worker JOB.json FD
 
-JOB holds {"engine": arguments of LLM, "num_layers"}. Commands come as JSON lines on stdin, replies go as JSON lines to the file descriptor FD, because
-vLLM prints to the other two. Tensors travel as safetensors files.
+JOB holds {"engine": arguments of LLM, "num_layers", "max_tokens" of one forward, "beat": a file that each forward touches, and in which stands how many
+tokens of the command are written, int64}. Commands come as JSON
+lines on stdin, replies go as JSON lines to the file descriptor FD, because vLLM prints to the other two. States never pass through here: the process
+that holds the model writes them straight to their places in shard files that Eyas has laid out.
 
-Legend: T tokens, L captured layers, D hidden width, n tokens of one forward.
+Legend: T tokens of a row, A aux layers, D hidden width, n tokens of one forward.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 import json
 import os
+import queue
+import resource
+import signal
+import struct
 import sys
+import threading
+import time
 import traceback
+from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.numpy import load_file
-from safetensors.torch import save_file
 
 from eyas.target.tap import find_decoder_layers, residual_stream
 
+SLOTS = 3  # forwards whose states may wait to be written; then the model waits. Bounds memory, on the device and pinned on the host
+WRITERS = 4  # threads; one writes about 2 GB/s into page cache
+WRITE_BYTES = 16 << 20  # of one write, so that the writers share the work of a long row
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens [source, source + count) of a forward are tokens [start, start + count) of row `row`."""
+
+    row: int
+    source: int
+    start: int
+    count: int
+
 
 class Recognizer:
-    """Gives the states of each forward to the rows they belong to, by content alone.
+    """Says to which rows the tokens of each forward belong, by content alone.
 
     Together, rows come whole: chunked prefill is off, so every request in a forward begins at position 0, and the tokens from there on say which row
     it is. States depend on a row's own tokens only, so rows with equal tokens are one row. What is not whole is dropped and asked for again, alone:
@@ -38,44 +62,155 @@ class Recognizer:
     """
 
     def __init__(self, rows: list[np.ndarray]) -> None:
+        """rows: int64 [T] each."""
         self.rows = rows
-        self.states: list[torch.Tensor | None] = [None] * len(rows)
-        self.by_content = {row.tobytes(): index for index, row in enumerate(rows)}
+        self.done = [0] * len(rows)  # tokens that have come
+        self.by_content: dict[bytes, list[int]] = defaultdict(list)
+        for index, row in enumerate(rows):
+            self.by_content[row.tobytes()].append(index)
         self.lengths = sorted({len(row) for row in rows}, reverse=True)
         self.alone: int | None = None  # the one row that is asked for
-        self.chunks: list[torch.Tensor] = []
 
-    def give(self, ids: np.ndarray, positions: np.ndarray, states: torch.Tensor) -> None:
-        """ids, positions int64 [n]; states [n, L, D]."""
+    def give(self, ids: np.ndarray, positions: np.ndarray) -> list[Piece]:
+        """ids, positions int64 [n] of one forward."""
         if self.alone is not None:
-            self._give_alone(ids, positions, states)
-            return
+            return self._give_alone(self.alone, ids, positions)
+        pieces = []
         starts = np.flatnonzero(positions == 0)
         for start, end in itertools.pairwise([*starts.tolist(), len(ids)]):
-            ascending = np.flatnonzero(positions[start:end] != np.arange(end - start))
-            run = ids[start : start + int(ascending[0])] if len(ascending) else ids[start:end]
+            broken = np.flatnonzero(positions[start:end] != np.arange(end - start))
+            run = ids[start : start + int(broken[0])] if len(broken) else ids[start:end]
             # The row may be followed by what an engine pads with, so shorter rows are tried too.
             for length in self.lengths:
-                index = self.by_content.get(run[:length].tobytes()) if length <= len(run) else None
-                if index is not None:
-                    if self.states[index] is None:
-                        self.states[index] = states[start : start + length].clone()
+                if length <= len(run) and (found := self.by_content.get(run[:length].tobytes())):
+                    for index in found:
+                        if not self.done[index]:
+                            self.done[index] = length
+                            pieces.append(Piece(index, start, 0, length))
                     break
+        return pieces
 
     def ask_alone(self, index: int) -> None:
-        self.alone, self.chunks = index, []
+        self.alone = index
+        self.done[index] = 0
 
-    def _give_alone(self, ids: np.ndarray, positions: np.ndarray, states: torch.Tensor) -> None:
-        assert self.alone is not None
-        row, done = self.rows[self.alone], sum(len(chunk) for chunk in self.chunks)
-        rest = row[done : done + len(ids)]
-        if len(rest) and np.array_equal(ids[: len(rest)], rest) and np.array_equal(positions[: len(rest)], np.arange(done, done + len(rest))):
-            self.chunks.append(states[: len(rest)].clone())
-            if done + len(rest) == len(row):
-                self.states[self.alone] = torch.cat(self.chunks)
+    def _give_alone(self, index: int, ids: np.ndarray, positions: np.ndarray) -> list[Piece]:
+        done = self.done[index]
+        rest = self.rows[index][done : done + len(ids)]
+        if not (len(rest) and np.array_equal(ids[: len(rest)], rest) and np.array_equal(positions[: len(rest)], np.arange(done, done + len(rest)))):
+            return []
+        self.done[index] += len(rest)
+        return [Piece(index, 0, done, len(rest))]
 
     def missing(self) -> list[int]:
-        return [index for index, state in enumerate(self.states) if state is None]
+        return [index for index, row in enumerate(self.rows) if self.done[index] < len(row)]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a row's states go: byte offsets of its aux [T, A, D] and last [T, D] in a file that is open."""
+
+    handle: int
+    aux: int
+    last: int
+
+
+class Recorder:
+    """Takes each forward's states off the device and writes them to their places, while the model goes on with the next forward.
+
+    put() hands over and returns; it waits only when SLOTS forwards are not written yet. One thread recognises, several write.
+    """
+
+    def __init__(self, device: torch.device, max_tokens: int, beat: str) -> None:
+        self.device, self.max_tokens, self.beat = device, max_tokens, os.open(beat, os.O_WRONLY)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.slots: queue.SimpleQueue[dict[str, torch.Tensor]] = queue.SimpleQueue()
+        for _ in range(SLOTS):
+            self.slots.put({})  # host buffers by name, made at first use and then kept: pinning memory takes long
+        self.forwards: queue.SimpleQueue[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Any]] = queue.SimpleQueue()
+        self.writers = concurrent.futures.ThreadPoolExecutor(WRITERS)
+        self.idle = threading.Condition()
+        self.waiting = 0  # forwards not written yet
+        self.fault = ""  # what went wrong in a thread; told at the next question
+        threading.Thread(target=self._recognise, daemon=True).start()
+
+    def want(self, rows: list[np.ndarray], places: list[Place], dtype: torch.dtype) -> None:
+        self.recognizer, self.places, self.dtype = Recognizer(rows), places, dtype
+        self.not_finite: set[int] = set()
+        self.bytes = self.tokens = 0
+
+    def put(self, ids: torch.Tensor, positions: torch.Tensor, states: list[torch.Tensor]) -> None:
+        """ids, positions int [n]; states: a [n, D] tensor a layer, `last` at the end. All may be overwritten afterwards."""
+        slot = self.slots.get()
+        aux, last = torch.stack(states[:-1], dim=1).to(self.dtype), states[-1].to(self.dtype, copy=True)
+        finite = aux.isfinite().flatten(1).all(1) & last.isfinite().all(1)
+        taken = {"about": torch.stack([ids.long(), positions.long(), finite.long()], dim=1), "aux": aux, "last": last}
+        copied = None
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self.stream):
+                taken = {name: self._to_host(slot, name, tensor) for name, tensor in taken.items()}
+                copied = torch.cuda.Event()
+                copied.record()
+        with self.idle:
+            self.waiting += 1
+        self.forwards.put((slot, taken, copied))
+
+    def _to_host(self, slot: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> torch.Tensor:
+        assert self.stream is not None
+        buffer = slot.get(name)
+        if buffer is None or len(buffer) < len(tensor) or buffer.dtype != tensor.dtype:
+            buffer = slot[name] = torch.empty(max(self.max_tokens, len(tensor)), *tensor.shape[1:], dtype=tensor.dtype, pin_memory=True)
+        host = buffer[: len(tensor)]
+        host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self.stream)
+        return host
+
+    def _recognise(self) -> None:
+        while True:
+            slot, taken, copied = self.forwards.get()
+            try:
+                if copied is not None:
+                    copied.synchronize()
+                ids, positions, finite = taken["about"].numpy().T
+                writes = []
+                for piece in self.recognizer.give(ids, positions):
+                    if not finite[piece.source : piece.source + piece.count].all():
+                        self.not_finite.add(piece.row)
+                    place = self.places[piece.row]
+                    for name, offset in (("aux", place.aux), ("last", place.last)):
+                        states = taken[name][piece.source : piece.source + piece.count]
+                        data = memoryview(states.flatten().view(torch.uint8).numpy().data)
+                        offset += piece.start * len(data) // piece.count
+                        self.bytes += len(data)
+                        writes += [
+                            self.writers.submit(_write, place.handle, data[part : part + WRITE_BYTES], offset + part)
+                            for part in range(0, len(data), WRITE_BYTES)
+                        ]
+                    self.tokens += piece.count
+                for write in writes:
+                    write.result()
+                os.pwrite(self.beat, struct.pack("<q", self.tokens), 0)
+            except Exception as error:
+                self.fault = self.fault or f"{type(error).__name__}: {error}"
+            finally:
+                self.slots.put(slot)
+                with self.idle:
+                    self.waiting -= 1
+                    self.idle.notify_all()
+
+    def settle(self) -> None:
+        """Returns when all that was handed over is written. Raises RuntimeError with what went wrong in a thread."""
+        with self.idle:
+            self.idle.wait_for(lambda: self.waiting == 0)
+        if self.fault:
+            raise RuntimeError(self.fault)
+
+
+def _write(handle: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(handle, data, offset)
+        data, offset = data[written:], offset + written
 
 
 class Tap:
@@ -84,16 +219,20 @@ class Tap:
     eyas_layers: list[int]
     eyas_now: dict[int, torch.Tensor]  # layer -> states of the forward that is running
     eyas_ids: torch.Tensor | None  # what the embedding was last called with
-    eyas_rows: Recognizer | None
+    eyas_recorder: Recorder | None
+    eyas_wanted: bool
+    eyas_handles: list[int]
 
-    def eyas_install(self, num_layers: int, layers: list[int]) -> None:
-        """Hooks the decoder layers, the embedding and the whole model; each forward then goes to the recognizer, if rows are wanted."""
+    def eyas_install(self, num_layers: int, layers: list[int], max_tokens: int, beat: str) -> None:
+        """Hooks the decoder layers, the embedding and the whole model; each forward then goes to the recorder, if rows are wanted."""
         model = self.get_model()  # type: ignore[attr-defined]
-        self.eyas_layers, self.eyas_now = layers, {}
-        self.eyas_ids = self.eyas_rows = None
+        self.eyas_layers, self.eyas_now, self.eyas_beat = layers, {}, beat
+        self.eyas_ids = self.eyas_recorder = None
+        self.eyas_wanted, self.eyas_handles = False, []
         decoder = find_decoder_layers(model, num_layers)
         if not self._eyas_writes():
             return
+        self.eyas_recorder = Recorder(next(model.parameters()).device, max_tokens, beat)
         for k in layers:
             if k == 0:
                 decoder[0].register_forward_pre_hook(self._eyas_before_first, with_kwargs=True)
@@ -110,11 +249,13 @@ class Tap:
 
     def _eyas_before_first(self, module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         given = [keywords.get("hidden_states"), *arguments]
-        self.eyas_now[0] = next(value for value in given if isinstance(value, torch.Tensor) and value.is_floating_point())
+        self.eyas_now[0] = next(value for value in given if isinstance(value, torch.Tensor) and value.is_floating_point()).clone()
 
     def _eyas_after(self, k: int) -> Any:
         def hook(module: Any, arguments: Any, output: Any) -> None:
-            self.eyas_now[k] = residual_stream(output)
+            # A tensor of its own: the next layer's norm adds into what it is given.
+            stream = residual_stream(output)
+            self.eyas_now[k] = stream if isinstance(output, tuple) and stream is not output[0] else stream.clone()
 
         return hook
 
@@ -123,42 +264,59 @@ class Tap:
             self.eyas_ids = arguments[0]
 
     def _eyas_end(self, module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+        os.utime(self.eyas_beat)
         now, self.eyas_now = self.eyas_now, {}
-        if self.eyas_rows is None or len(now) < len(set(self.eyas_layers)):
+        if not self.eyas_wanted or len(now) < len(set(self.eyas_layers)):
             return
         ids, positions = keywords.get("input_ids"), keywords["positions"]
         ids = self.eyas_ids if ids is None else ids
-        assert ids is not None
+        assert ids is not None and self.eyas_recorder is not None
         positions = positions[0] if positions.dim() > 1 else positions  # one row for each axis of a multimodal rope
         num = min(len(ids), len(positions))
-        states = torch.stack([now[k][:num] for k in self.eyas_layers], dim=1).to("cpu")
-        self.eyas_rows.give(ids[:num].cpu().numpy(), positions[:num].cpu().numpy(), states)
+        self.eyas_recorder.put(ids[:num], positions[:num], [now[k][:num] for k in self.eyas_layers])
 
-    def eyas_want(self, path: str) -> None:
-        """Rows to capture: tokens int32 [T] and offsets int64 [R + 1] in a safetensors file."""
-        if self._eyas_writes():
-            self.eyas_rows = Recognizer(read_rows(path))
+    def eyas_want(self, plan: str) -> None:
+        """plan: a JSON file, see `read_plan`."""
+        if self.eyas_recorder is not None:
+            rows, files, places, dtype = read_plan(plan)
+            self.eyas_handles = [os.open(file, os.O_WRONLY) for file in files]
+            at = [Place(self.eyas_handles[file], aux, last) for file, aux, last in places]
+            self.eyas_recorder.want(rows, at, dtype)
+            self.eyas_wanted = True
 
     def eyas_missing(self) -> list[int]:
-        """The numbers of the rows that have not come."""
-        return self.eyas_rows.missing() if self.eyas_rows is not None else []
+        """The numbers of the rows that have not come. Raises RuntimeError if something could not be written."""
+        if self.eyas_recorder is None:
+            return []
+        self.eyas_recorder.settle()
+        return self.eyas_recorder.recognizer.missing()
 
     def eyas_ask_alone(self, index: int) -> None:
         """From now on only this row is in the engine."""
-        if self.eyas_rows is not None:
-            self.eyas_rows.ask_alone(index)
+        if self.eyas_recorder is not None:
+            self.eyas_recorder.recognizer.ask_alone(index)
 
-    def eyas_take(self, path: str) -> None:
-        """Writes the states of all rows that came, [T, L, D] each under its number, and forgets them."""
-        if self.eyas_rows is not None:
-            states, self.eyas_rows = self.eyas_rows.states, None
-            save_file({str(index): state for index, state in enumerate(states) if state is not None}, path)
+    def eyas_done(self) -> dict[str, Any] | None:
+        """Closes the files; from the rank that writes {"not_finite": numbers of rows, "bytes": written}, else None."""
+        if self.eyas_recorder is None:
+            return None
+        self.eyas_recorder.settle()
+        self.eyas_wanted = False
+        for handle in self.eyas_handles:
+            os.close(handle)
+        return {"not_finite": sorted(self.eyas_recorder.not_finite), "bytes": self.eyas_recorder.bytes}
 
 
-def read_rows(path: str) -> list[np.ndarray]:
-    tensors = load_file(path)
-    offsets = tensors["offsets"].tolist()
-    return [tensors["tokens"][start:end].astype(np.int64) for start, end in itertools.pairwise(offsets)]
+def read_plan(path: str) -> tuple[list[np.ndarray], list[str], list[list[int]], torch.dtype]:
+    """rows (int64 [T] each), files, places ([file, offset of aux, offset of last] in bytes, one a row), dtype to store in.
+
+    The plan is {"tokens": a safetensors file with tokens int32 and offsets int64, "files", "places", "dtype"}.
+    """
+    with open(path) as file:
+        plan = json.load(file)
+    tensors = load_file(plan["tokens"])
+    rows = [tensors["tokens"][start:end].astype(np.int64) for start, end in itertools.pairwise(tensors["offsets"].tolist())]
+    return rows, plan["files"], plan["places"], getattr(torch, plan["dtype"])
 
 
 class Server:
@@ -166,28 +324,38 @@ class Server:
         from vllm import LLM
 
         self.llm = LLM(**job["engine"], worker_extension_cls="eyas.target.vllm_worker.Tap")
-        self.num_layers = job["num_layers"]
+        self.job = job
         self.tapped: list[int] | None = None
 
-    def capture(self, rows: str, layers: list[int], out: str) -> dict[str, Any]:
+    def capture(self, plan: str, layers: list[int], prove: list[list[int]]) -> dict[str, Any]:
+        """Fills the plan's places. prove: [row, tokens] of which log-probabilities are asked for along the way. Returns {"missing", "not_finite",
+        "bytes", "seconds", "log_probabilities": {row number: [tokens - 1]}}."""
+        start = time.monotonic()
         if self.tapped is None:
-            self.llm.collective_rpc("eyas_install", args=(self.num_layers, layers))
+            self.llm.collective_rpc("eyas_install", args=(self.job["num_layers"], layers, self.job["max_tokens"], self.job["beat"]))
             self.tapped = layers
         assert layers == self.tapped, "one process taps one choice of layers"
-        tokens = read_rows(rows)
-        self.llm.collective_rpc("eyas_want", args=(rows,))
-        self._prefill(tokens)
+        rows = read_plan(plan)[0]
+        self.llm.collective_rpc("eyas_want", args=(plan,))
+        whole = {row for row, tokens in prove if tokens == len(rows[row])}
+        parts = [(row, rows[row][:tokens]) for row, tokens in prove if row not in whole]
+        found = self._prefill([*rows, *(part for _, part in parts)], whole | set(range(len(rows), len(rows) + len(parts))))
+        log_probabilities = {row: found[row] for row in whole} | {row: found[len(rows) + n] for n, (row, _) in enumerate(parts)}
         for index in self._missing():
             self.llm.collective_rpc("eyas_ask_alone", args=(index,))
-            self._prefill([tokens[index]])
+            self._prefill([rows[index]], set())
         missing = self._missing()
-        self.llm.collective_rpc("eyas_take", args=(out,))
-        return {"missing": missing}
+        (done,) = (reply for reply in self.llm.collective_rpc("eyas_done") if reply is not None)
+        return {**done, "missing": missing, "seconds": time.monotonic() - start, "log_probabilities": log_probabilities}
 
-    def _prefill(self, rows: list[np.ndarray]) -> None:
+    def _prefill(self, rows: list[np.ndarray], prove: set[int]) -> dict[int, list[float]]:
+        """Has the target read the rows; returns the log-probabilities of the tokens but the first of the rows `prove`."""
         from vllm import SamplingParams
 
-        self.llm.generate([{"prompt_token_ids": row.tolist()} for row in rows], SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)
+        params = [SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=0 if n in prove else None) for n in range(len(rows))]
+        outputs = self.llm.generate([{"prompt_token_ids": row.tolist()} for row in rows], params, use_tqdm=False)
+        assert len(outputs) == len(rows)
+        return {n: _log_probabilities(outputs[n], rows[n].tolist()) for n in prove}
 
     def _missing(self) -> list[int]:
         """All ranks but the one that keeps states answer with an empty list."""
@@ -196,19 +364,30 @@ class Server:
     def generate(self, prompts: list[list[int]], sampling: dict[str, Any]) -> list[dict[str, Any]]:
         from vllm import SamplingParams
 
-        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], SamplingParams(**sampling), use_tqdm=False)
+        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], SamplingParams(**sampling, detokenize=False), use_tqdm=False)
         return [{"tokens": list(output.outputs[0].token_ids), "finish": output.outputs[0].finish_reason} for output in outputs]
 
     def log_probabilities(self, row: list[int]) -> list[float]:
-        from vllm import SamplingParams
+        return self._prefill([np.array(row)], {0})[0]
 
-        (output,) = self.llm.generate([{"prompt_token_ids": row}], SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0), use_tqdm=False)
-        return [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], row[1:], strict=True)]
+
+def _log_probabilities(output: Any, row: list[int]) -> list[float]:
+    return [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], row[1:], strict=True)]
+
+
+def _end_with_parent() -> None:
+    """If Eyas is killed, so is this process with all that vLLM has started: nothing may stay on the GPUs."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(0, signal.SIGKILL)
 
 
 def main() -> None:
     with open(sys.argv[1]) as file:
         job = json.load(file)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # an engine that hangs is ended by SIGABRT, for its stack; a dump of 100 GB must not follow
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     with os.fdopen(int(sys.argv[2]), "w", buffering=1) as replies:
         try:
             import vllm
@@ -220,7 +399,8 @@ def main() -> None:
                 result = getattr(server, command.pop("do"))(**command)
                 replies.write(json.dumps({"ok": result}) + "\n")
         except Exception as error:
-            replies.write(json.dumps({"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}) + "\n")
+            kind = type(error).__name__
+            replies.write(json.dumps({"error": f"{kind}: {error}", "kind": kind, "trace": traceback.format_exc()}) + "\n")
             raise
 
 

@@ -11,7 +11,7 @@ from eyas.draft.init import new_draft
 from eyas.draft.shape import DraftShape, draft_shape
 from eyas.errors import UserError
 from eyas.features.reader import FeatureReader
-from eyas.prepare.run import read_rows
+from eyas.features.run import rows_with_features
 from eyas.stage import Context, Result
 from eyas.target.embeddings import read_head
 from eyas.target.engine import resolve_device, resolve_dtype
@@ -38,7 +38,7 @@ def work(context: Context) -> Result:
     config, spec, folder = context.config, context.spec, context.folder
     device = resolve_device(config.target.device)
     dtype = resolve_dtype(config.train.dtype, device)
-    rows = read_rows(context.run_folder / "prepare")
+    rows = rows_with_features(context.run_folder)
     reader = FeatureReader(context.run_folder / "features")
     reader.require(row.key for row in rows)
     ids = read_ids(context.run_folder / "vocab")
