@@ -60,6 +60,7 @@ class VllmEngine:
         self.mode: Mode = "capture"
         self.folder: Path | None = None
         self.version = ""
+        self.seed = 0
         self.unanswered: deque[dict[str, Any]] = deque()
         self.lost_in_a_row = 0
 
@@ -151,6 +152,8 @@ class VllmEngine:
             )
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Answer]:
+        # A process begins one random stream with its seed; after a restart the stream must not begin as it did before, or answers come twice.
+        self.seed = sampling.seed % 2**31
         self._enter("generate")
         # No seed for each request: that makes vLLM's sampling several times slower on a GPU.
         choice = {
@@ -199,7 +202,7 @@ class VllmEngine:
             "disable_log_stats": True,
         }
         if self.mode == "generate":
-            return {**arguments, **self.section.extra}
+            return {**arguments, "seed": self.seed, **self.section.extra}
         # What capture rests on: compiled code fires no hooks, cached tokens are not computed again. Chunks hide whose they are: rows that come in
         # chunks are asked for again alone, which is slow, so they are off unless the run file wants them.
         return {**arguments, "enable_chunked_prefill": False, **self.section.extra, "enforce_eager": True, "enable_prefix_caching": False}
