@@ -17,7 +17,7 @@ import torch
 
 from eyas.config import RunConfig, load
 from eyas.draft.init import new_draft
-from eyas.evaluate.run import Prompt, read_prompts
+from eyas.evaluate.prompts import Prompt, read_prompts
 from eyas.evaluate.simulate import nothing, simulate
 from eyas.features.reader import FeatureReader
 from eyas.features.shard import FeatureRow

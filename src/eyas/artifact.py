@@ -98,9 +98,10 @@ def hash_json(value: Any) -> str:
 
 def hash_file(path: Path) -> str:
     digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 24):
-            digest.update(block)
+    block = memoryview(bytearray(1 << 22))  # one, used again: fresh memory for each read costs more than the hash
+    with open(path, "rb", buffering=0) as file:
+        while size := file.readinto(block):
+            digest.update(block[:size])
     return digest.hexdigest()
 
 

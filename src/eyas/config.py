@@ -11,7 +11,7 @@ import tomllib
 import types
 import typing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -180,6 +180,11 @@ class TrainSection(Section):
 class EvaluateSection(Section):
     """How the finished draft is measured."""
 
+    engine: Literal["transformers", "vllm"] = Field(
+        "transformers",
+        description="What runs target and draft here. `transformers`: this process, exactly, one prompt at a time. `vllm`: a server of your own vLLM "
+        "(`target.python`), started as you would start it, first with the draft, then without; its figures are those that your server will show.",
+    )
     prompts: list[str] = Field(
         default_factory=list,
         description="JSONL files of prompts that training never sees: rows with `turns` or `prompt`, and a `category`. Only the first turn is used. "
@@ -188,9 +193,15 @@ class EvaluateSection(Section):
     prompts_per_category: int = Field(8, ge=1, description="At most so many prompts of each category, the first of each file.")
     num_draft_tokens: int = Field(3, ge=1, description="Tokens drafted in each round.")
     max_new_tokens: int = Field(128, ge=2, description="Tokens written for each prompt.")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "float32",
-        description="Precision of target and draft here. In float32 a forward of one token and of several agree to rounding far below what could change a "
+    concurrency: list[Annotated[int, Field(ge=1, le=4096)]] = Field(
+        [1, 8, 32],
+        description="vllm: how many requests are in flight at once; speed is measured at each of these, and always at 1. A draft gains most at 1. "
+        "At C, all prompts are asked, repeated until there are 2 C requests.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] | None = Field(
+        None,
+        description="Precision of target and draft here. Default: float32 with `transformers`, `target.dtype` with `vllm`. "
+        "In float32 a forward of one token and of several agree to rounding far below what could change a "
         "greedy choice. In bfloat16 they agree where each row of a matrix product rounds alone, as on a CPU with AMX, "
         "and may part elsewhere. `auto` as for the target.",
     )
@@ -345,7 +356,7 @@ def _type_name(annotation: Any) -> str:
         return " or ".join(f"`{argument}`" for argument in arguments)
     if origin is list:
         return f"list of {_type_name(arguments[0])}"
-    if origin is types.UnionType:
+    if origin in (types.UnionType, typing.Union, Annotated):
         return _type_name(arguments[0])
     if origin is dict:
         return "table"

@@ -87,9 +87,9 @@ class Task:
 
     def line(self) -> str:
         share = 100 * self.done / max(self.total, 1e-9)
-        left = (self.total - self.done) / max(self.rate, 1e-9)
+        left = f", {clock((self.total - self.done) / self.rate)} left" if self.rate > 0 else ""
         detail = f", {self.detail}" if self.detail else ""
-        return f"{share:.0f}% of {self.total:,.0f} {self.unit}, {self.rate:,.{0 if self.rate >= 10 else 2}f} {self.unit}/s, {clock(left)} left{detail}"
+        return f"{share:.0f}% of {self.total:,.0f} {self.unit}, {self.rate:,.{0 if self.rate >= 10 else 2}f} {self.unit}/s{left}{detail}"
 
     def write_state(self, state: str) -> None:
         # Not synced: it is news, not a result, and a lost line of it loses nothing.

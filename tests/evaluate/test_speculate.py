@@ -17,9 +17,9 @@ from eyas.config import DraftSection, TrainSection
 from eyas.draft.init import new_draft
 from eyas.draft.model import Draft
 from eyas.draft.shape import draft_shape
-from eyas.evaluate.run import _simulated
-from eyas.evaluate.simulate import Acceptance, nothing
+from eyas.evaluate.simulate import Acceptance, nothing, simulate_answer
 from eyas.evaluate.speculate import plain_decode, speculative_decode
+from eyas.export.check import ExportedDraft
 from eyas.features.shard import FeatureRow
 from eyas.target.embeddings import read_head
 from eyas.target.spec import read_spec
@@ -51,9 +51,9 @@ class Setting:
         """-> speculative tokens, measured acceptance, simulated acceptance."""
         draft = self.drafts[name]
         decoded = speculative_decode(self.engine, draft, self.embedding, self.ids, prompt, stop, limit, num_draft_tokens)
-        # What _simulated asks of an exported draft is its draft and its ids, which Setting holds under the same names.
-        exported = type("Exported", (), {"draft": draft, "ids": self.ids})()
-        return decoded.tokens, decoded.acceptance, _simulated(self.engine, exported, self.embedding, prompt, decoded.tokens, num_draft_tokens)  # type: ignore[arg-type]
+        (states_TLD,) = self.engine.capture([[*prompt, *decoded.tokens]], [*draft.shape.aux_layers, self.engine.spec.num_layers])
+        simulated = simulate_answer(states_TLD, ExportedDraft(draft, self.ids), self.embedding, prompt, decoded.tokens, num_draft_tokens)
+        return decoded.tokens, decoded.acceptance, simulated
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -92,17 +92,17 @@ def test_rows_as_short_as_can_be_are_captured_beside_long_ones(tiny_target: Path
 def test_a_run_that_dies_inside_goes_on_without_capturing_complete_shards_again(tmp_path: Path, wide_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, counts, _ = extract(tmp_path / "whole", wide_target, batch_tokens=64)
     assert counts["shards"] >= 3
-    real = eyas.features.run.seal
+    real = eyas.features.run.enter
     written: list[ShardEntry] = []
 
-    def dies_at_the_third(folder: Path, shard: OpenShard) -> ShardEntry:
+    def dies_at_the_third(folder: Path, shard: OpenShard, checksum: str) -> ShardEntry:
         if len(written) == 2:
             raise KeyboardInterrupt
-        written.append(real(folder, shard))
+        written.append(real(folder, shard, checksum))
         return written[-1]
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(eyas.features.run, "seal", dies_at_the_third)
+        patch.setattr(eyas.features.run, "enter", dies_at_the_third)
         extract(tmp_path / "part", wide_target, batch_tokens=64)
     files = [tmp_path / "part" / "runs" / "run" / "features" / entry.file for entry in written]
     before = [file.stat() for file in files]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from eyas.errors import UserError
 from eyas.target.spec import read_header, read_spec
@@ -110,10 +111,54 @@ def test_a_config_that_is_no_json_object_is_refused(folder: Path, text: str) -> 
     assert str(folder / "config.json") in refusal(folder)
 
 
-@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "vocab_size", "model_type"])
-def test_a_config_without_a_needed_fact_is_refused_with_its_name(folder: Path, key: str) -> None:
-    edit(folder / "config.json", lambda values: {k: v for k, v in values.items() if k != key})
-    assert key in refusal(folder)
+def without(key: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda values: {k: v for k, v in values.items() if k != key}
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "vocab_size"])
+def test_a_width_or_count_that_the_config_leaves_out_is_read_off_the_weights(folder: Path, key: str) -> None:
+    """transformers leaves out of a wrapper's text_config what is its type's default: Gemma 3's vocab_size, Vicuna's hidden_size under LLaVA."""
+    edit(folder / "config.json", without(key))
+    spec = read_spec(folder)
+    assert (spec.num_layers, spec.hidden_size, spec.vocab_size) == (6, 32, 320) and key in spec.text_config
+
+
+def test_layers_are_not_counted_where_the_weights_hold_more_than_the_models_own(folder: Path) -> None:
+    """DeepSeek stores its extra prediction layers as further layers."""
+    edit(folder / "config.json", lambda values: without("num_hidden_layers")(values) | {"num_nextn_predict_layers": 1})
+    assert "num_hidden_layers" in refusal(folder)
+
+
+def test_a_config_without_a_model_type_is_refused(folder: Path) -> None:
+    edit(folder / "config.json", without("model_type"))
+    assert "model_type" in refusal(folder)
+
+
+def without_head(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(path).items() if not name.startswith("lm_head")}, path)
+
+
+def test_embeddings_are_tied_where_the_config_says_nothing_and_there_is_no_head(folder: Path) -> None:
+    """As in Gemma, whose type is tied by default."""
+    edit(folder / "config.json", without("tie_word_embeddings"))
+    assert read_spec(folder).tied is False, "there is a head, as in Llama"
+    without_head(folder)
+    assert read_spec(folder).tied is True
+
+
+def test_a_model_that_says_it_has_a_head_of_its_own_must_have_it(folder: Path) -> None:
+    without_head(folder)
+    assert "lm_head" in refusal(folder)
+
+
+def test_a_wrapper_may_say_inside_or_outside_that_embeddings_are_tied(folder: Path) -> None:
+    edit(folder / "config.json", lambda config: {"model_type": "wrapper", "text_config": config | {"tie_word_embeddings": True}})
+    assert read_spec(folder).tied is True
+    edit(folder / "config.json", lambda config: config | {"tie_word_embeddings": False})
+    assert read_spec(folder).tied is False
+    without_head(folder)
+    assert read_spec(folder).tied is True, "one of the two says so, and there is no head"
 
 
 @pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", "six"), ("hidden_size", None), ("vocab_size", -1), ("num_hidden_layers", 2.5)])

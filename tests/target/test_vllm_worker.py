@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from pathlib import Path
@@ -9,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from eyas.features.shard import FeatureRow, OpenShard, open_shard, seal
-from eyas.target.vllm_worker import Piece, Place, Recognizer, Recorder
+from eyas.features.shard import FeatureRow, OpenShard, enter, finish, open_shard
+from eyas.target.vllm_worker import Group, Piece, Recognizer, Recorder
 
 
 def state_of(tokens: list[int], position: int) -> int:
@@ -113,13 +114,11 @@ def laid_out(folder: Path, rows: list[list[int]], width: int) -> OpenShard:
     return open_shard(folder, 0, given, 2, width, torch.float32)
 
 
-def record(folder: Path, rows: list[list[int]], order: list[int], per_forward: int, spoil: tuple[int, int] | None = None) -> tuple[OpenShard, Recorder]:
+def record(folder: Path, rows: list[list[int]], order: list[int], per_forward: int, spoil: tuple[int, int] | None = None) -> tuple[OpenShard, Group]:
     """Runs rows through a recorder on the CPU, `per_forward` of them at once; spoil: the (row, position) whose state is not a number."""
     shard = laid_out(folder, rows, 3)
-    handle = os.open(shard.part, os.O_WRONLY)
-    (folder / "beat").write_bytes(bytes(8))
-    recorder = Recorder(torch.device("cpu"), 8, str(folder / "beat"))
-    recorder.want([np.array(row) for row in rows], [Place(handle, shard.aux_at(n), shard.last_at(n)) for n in range(len(rows))], torch.float32)
+    group = wanted(folder, shard)
+    recorder = Recorder(torch.device("cpu"), 8)
     for start in range(0, len(order), per_forward):
         some = order[start : start + per_forward]
         ids = torch.tensor([token for row in some for token in rows[row]])
@@ -128,41 +127,54 @@ def record(folder: Path, rows: list[list[int]], order: list[int], per_forward: i
         if spoil and spoil[0] in some:
             states[sum(len(rows[row]) for row in some[: some.index(spoil[0])]) + spoil[1], 1] = float("nan")
         layers = [states.clone(), states + 0.25, states + 0.5]
-        recorder.put(ids, positions, layers)
+        recorder.put(group, ids, positions, layers)
         for tensor in (ids, positions, *layers):
             tensor.zero_()  # an engine uses its buffers again at once
     recorder.settle()
-    os.close(handle)
-    return shard, recorder
+    return shard, group
+
+
+def wanted(folder: Path, shard: OpenShard) -> Group:
+    offsets = torch.tensor(shard.starts)
+    save_file({"tokens": torch.cat(shard.tokens), "offsets": offsets}, folder / "rows.safetensors")
+    places = [[0, shard.aux_at(row), shard.last_at(row)] for row in range(len(shard.keys))]
+    plan = {"tokens": str(folder / "rows.safetensors"), "files": [str(shard.part)], "places": places, "dtype": "float32"}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    return Group(str(folder / "plan.json"), str(folder / "written"))
 
 
 @pytest.mark.parametrize("per_forward", [1, 4, 12])
-def test_the_recorder_writes_each_state_to_its_place(tmp_path: Path, per_forward: int) -> None:
+def test_the_recorder_writes_each_state_to_its_place_and_tells_when_a_file_is_whole(tmp_path: Path, per_forward: int) -> None:
     rows = random_rows(5)
-    shard, recorder = record(tmp_path, rows, random.Random(1).sample(range(len(rows)), len(rows)), per_forward)
-    assert recorder.recognizer.missing() == [] and not recorder.not_finite
-    assert int.from_bytes((tmp_path / "beat").read_bytes(), "little") == sum(len(row) for row in rows)
-    seal(tmp_path, shard)
+    order = random.Random(1).sample(range(len(rows)), len(rows))
+    shard, group = record(tmp_path, rows, order, per_forward)
+    assert group.recognizer.missing() == []
+    assert [json.loads(line) for line in (tmp_path / "written").read_text().splitlines()] == [{"file": str(shard.part), "not_finite": []}]
+    enter(tmp_path, shard, finish(shard))
     found = load_file(shard.path)
     truth = torch.tensor([float(state_of(row, position)) for row in rows for position in range(len(row))])[:, None].expand(-1, 3)
     assert torch.equal(found["aux"][:, 0], truth) and torch.equal(found["aux"][:, 1], truth + 0.25) and torch.equal(found["last"], truth + 0.5)
     assert found["tokens"].tolist() == [token for row in rows for token in row] and found["supervised"].all()
 
 
+def test_a_file_is_not_told_to_be_whole_before_its_last_row(tmp_path: Path) -> None:
+    record(tmp_path, [[1, 2, 3], [4, 5], [6, 7, 8, 9]], [2, 0], 1)
+    assert not (tmp_path / "written").exists()
+
+
 def test_the_recorder_names_the_row_whose_states_are_not_finite(tmp_path: Path) -> None:
-    rows = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
-    _, recorder = record(tmp_path, rows, [2, 0, 1], 2, spoil=(2, 3))
-    assert recorder.not_finite == {2}
+    record(tmp_path, [[1, 2, 3], [4, 5], [6, 7, 8, 9]], [2, 0, 1], 2, spoil=(2, 3))
+    assert json.loads((tmp_path / "written").read_text())["not_finite"] == [2]
 
 
 def test_the_recorder_tells_what_could_not_be_written(tmp_path: Path) -> None:
     shard = laid_out(tmp_path, [[1, 2]], 3)
-    handle = os.open(shard.part, os.O_RDONLY)  # as a disk that takes nothing
-    (tmp_path / "beat").write_bytes(bytes(8))
-    recorder = Recorder(torch.device("cpu"), 8, str(tmp_path / "beat"))
-    recorder.want([np.array([1, 2])], [Place(handle, shard.aux_at(0), shard.last_at(0))], torch.float32)
+    group = wanted(tmp_path, shard)
+    group.close()
+    group.handles = [os.open(shard.part, os.O_RDONLY)]  # as a disk that takes nothing
+    recorder = Recorder(torch.device("cpu"), 8)
     for _ in range(10):  # more than may wait: nobody waits for ever
-        recorder.put(torch.tensor([1, 2]), torch.tensor([0, 1]), [torch.ones(2, 3)] * 3)
+        recorder.put(group, torch.tensor([1, 2]), torch.tensor([0, 1]), [torch.ones(2, 3)] * 3)
     with pytest.raises(RuntimeError, match="Bad file descriptor"):
         recorder.settle()
-    os.close(handle)
+    group.close()

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 import torch
 
 from eyas.draft.model import Draft
-from eyas.train.batch import Batch
+from eyas.export.check import ExportedDraft
+from eyas.features.shard import FeatureRow
+from eyas.train.batch import Batch, make_batch
 from eyas.train.unroll import unroll
 
 
@@ -102,3 +104,14 @@ def simulate(draft: Draft, embedding: torch.Tensor, ids: torch.Tensor, batch: Ba
         simulate_rounds(matches_RK[doc.row_start : doc.row_end], num_steps_R[doc.row_start : doc.row_end], rows_R[doc.row_start : doc.row_end])
         for doc in batch.documents
     ]
+
+
+def simulate_answer(
+    states_TLD: torch.Tensor, exported: ExportedDraft, embedding: torch.Tensor, prompt: list[int], answer: list[int], num_draft_tokens: int
+) -> Acceptance:
+    """The acceptance of one answer of the target. states_TLD: the target's states on prompt and answer, at the draft's three layers and the last."""
+    text = [*prompt, *answer]
+    supervised = torch.arange(len(text)) >= len(prompt)
+    row = FeatureRow("", torch.tensor(text, dtype=torch.int32), supervised, states_TLD[:, :3], states_TLD[:, 3])
+    batch = make_batch([row], num_draft_tokens, embedding.dtype).to(embedding.device)
+    return simulate(exported.draft, embedding, exported.ids, batch, num_draft_tokens)[0]

@@ -7,8 +7,10 @@ tokens and supervised spans: rows already captured from the same target at the s
 from __future__ import annotations
 
 import shutil
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 from eyas.artifact import hash_json, read_json, write_json
 from eyas.config import RunConfig
 from eyas.errors import UserError
-from eyas.features.shard import INDEX, OpenShard, next_number, open_index, open_shard, seal
+from eyas.features.shard import INDEX, OpenShard, enter, finish, next_number, open_index, open_shard
 from eyas.features.verify import TOLERANCE, capture_error, prove_capture
 from eyas.prepare.run import PreparedRow, read_rows
 from eyas.stage import Context, Result
@@ -28,6 +30,7 @@ from eyas.target.spec import TargetSpec
 REUSABLE = (INDEX, "shard-*.safetensors")
 LOST = "lost.json"  # key -> reason, of rows without features
 SHARD_MIB = {"transformers": 128, "vllm": 512}  # vLLM is fast: larger files and fewer proofs keep up with it
+FINISHERS = 4  # threads that prove, sync and hash shards
 LOST_SHARE = 0.01  # of the rows, above which extraction stops
 FREE_FLOOR = 256 << 20  # bytes left free on the disk, for everybody else on it
 
@@ -62,17 +65,18 @@ def work(context: Context) -> Result:
             layers = [*capture["features"]["layers"], spec.num_layers]
             try:
                 while missing:
-                    again: list[PreparedRow] = []
-                    for filled in engine.fill(_open_shards(folder, missing, spec, store_dtype, shard_bytes), layers, task.advance):
-                        if filled.lost:
-                            lost |= {filled.shard.keys[row]: reason for row, reason in filled.lost.items()}
+                    again: set[str] = set()  # rows of a shard that others of its rows did not come for
+                    filled = engine.fill(_open_shards(folder, missing, spec, store_dtype, shard_bytes), layers, task.advance)
+                    for shard, result in finished(filled, lambda one: _finish(one, head, spec, tolerance)):
+                        lost |= result.lost
+                        if result.lost:
                             _check_lost(lost, rows, folder)
-                            again += [row for row in missing if row.key in filled.shard.keys and row.key not in lost]
-                            filled.shard.part.unlink()
+                            again |= set(shard.keys) - lost.keys()
+                            shard.part.unlink()
                         else:
-                            errors.append(_prove(filled, head, spec, tolerance))
-                            entries.append(seal(folder, filled.shard))
-                    missing = again
+                            errors.append(result.error)
+                            entries.append(enter(folder, shard, result.checksum))
+                    missing = [row for row in missing if row.key in again]
             finally:
                 engine.close()
     wanted = {row.key for row in rows}
@@ -116,9 +120,20 @@ def _open_shards(folder: Path, rows: list[PreparedRow], spec: TargetSpec, dtype:
             number, part = number + 1, []
 
 
-def _prove(filled: Filled, head: TargetHead, spec: TargetSpec, tolerance: float) -> float:
-    """The error of the proof of capture, in nats. Raises UserError for features that are not the target's."""
+@dataclass(frozen=True)
+class Finished:
+    """A filled shard, proved (error in nats) and synced; or the keys of rows that are lost, with reasons."""
+
+    checksum: str
+    error: float
+    lost: dict[str, str]
+
+
+def _finish(filled: Filled, head: TargetHead, spec: TargetSpec, tolerance: float) -> Finished:
+    """Raises UserError for features that are not the target's."""
     shard = filled.shard
+    if filled.lost:
+        return Finished("", 0.0, {shard.keys[row]: reason for row, reason in filled.lost.items()})
     if filled.not_finite:
         raise UserError(
             f"The target gave features that are not finite for row {shard.keys[filled.not_finite[0]]}. No shard was written. "
@@ -126,7 +141,20 @@ def _prove(filled: Filled, head: TargetHead, spec: TargetSpec, tolerance: float)
         )
     error = capture_error(shard.tokens[filled.sample], shard.last(filled.sample), head, filled.log_probabilities)
     prove_capture(error, spec.num_layers, tolerance)
-    return error
+    return Finished(finish(shard), error, {})
+
+
+def finished(filled: Iterator[Filled], finish_one: Callable[[Filled], Finished]) -> Iterator[tuple[OpenShard, Finished]]:
+    """Shards in order, finished in threads while the engine fills the next: hashing one takes about as long as the engine takes to fill it."""
+    with ThreadPoolExecutor(FINISHERS) as pool:
+        waiting: deque[tuple[OpenShard, Future[Finished]]] = deque()
+        for one in filled:
+            waiting.append((one.shard, pool.submit(finish_one, one)))
+            while waiting and (waiting[0][1].done() or len(waiting) > 2 * FINISHERS):
+                shard, future = waiting.popleft()
+                yield shard, future.result()
+        for shard, future in waiting:
+            yield shard, future.result()
 
 
 def _refused(row: PreparedRow, spec: TargetSpec) -> str | None:

@@ -62,7 +62,7 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class OpenShard:
-    """A file laid out for rows whose states are still to come; nobody reads it before `seal` has renamed and entered it.
+    """A file laid out for rows whose states are still to come; nobody reads it before `enter` has renamed it and listed it.
 
     Whoever runs the target writes a row's aux [T, A, D] at byte `aux_at(row)` of `part` and its last [T, D] at `last_at(row)`.
     """
@@ -129,11 +129,15 @@ def open_shard(folder: Path, number: int, rows: Sequence[Row], num_aux: int, wid
     return shard
 
 
-def seal(folder: Path, shard: OpenShard) -> ShardEntry:
-    """Syncs and renames the filled file and enters it in the index; returns its entry."""
+def finish(shard: OpenShard) -> str:
+    """Syncs the filled file and returns its checksum; may run in a thread, as it takes most of the time."""
     with open(shard.part, "rb+") as file:
         os.fsync(file.fileno())
-    checksum = hash_file(shard.part)
+    return hash_file(shard.part)
+
+
+def enter(folder: Path, shard: OpenShard, checksum: str) -> ShardEntry:
+    """Renames the finished file and enters it in the index; returns its entry."""
     shard.part.replace(shard.path)
     fsync_folder(folder)
     entry = ShardEntry(shard.path.name, shard.path.stat().st_size, checksum, shard.keys, [len(tokens) for tokens in shard.tokens])
@@ -146,7 +150,7 @@ def write_shard(folder: Path, number: int, rows: list[FeatureRow]) -> ShardEntry
     shard = open_shard(folder, number, rows, rows[0].aux.shape[1], rows[0].last.shape[1], rows[0].last.dtype)
     for index, row in enumerate(rows):
         shard.put(index, row.aux, row.last)
-    return seal(folder, shard)
+    return enter(folder, shard, finish(shard))
 
 
 def open_index(folder: Path, capture: dict[str, Any]) -> list[ShardEntry]:

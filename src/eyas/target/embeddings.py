@@ -6,26 +6,73 @@ Legend: V target vocabulary, D hidden width.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
 from eyas.errors import UserError
-from eyas.target.spec import TargetSpec, read_header
+from eyas.target.spec import EMBEDDINGS, TargetSpec, decoder_prefix, embedding_name, head_name, read_header
 
-# What a model type multiplies the normalised state by: the stored weight, or one plus it (Gemma's modelling code).
-RMS_WEIGHT = {
-    "deepseek_v2", "deepseek_v3", "glm4", "glm4_moe", "gpt_oss", "kimi_k2", "llama", "llama4_text", "minimax_m2", "ministral", "mistral",
-    "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3",
+
+@dataclass(frozen=True)
+class Tail:
+    """What a model type puts between layer N and its logits, as its modelling code in transformers 5 has it. All normalise, weigh, and multiply by the head."""
+
+    one_plus: bool = False  # the norm's weight is stored less one
+    centred: bool = False  # the mean is taken off first: a LayerNorm without bias
+    norm: str = "norm.weight"  # the final norm's name beside the embedding's
+    eps: str = "rms_norm_eps"  # the key of the norm's epsilon
+    times: str = ""  # the key of a number that logits are multiplied by
+    over: str = ""  # the key of a number that logits are divided by
+
+
+TAILS = {
+    # a plain RMSNorm
+    **dict.fromkeys(
+        (
+            "afmoe", "apertus", "arcee", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
+            "exaone_moe", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text", "glm4v_text", "glm_moe_dsa", "gpt_oss", "hunyuan_v1_dense",
+            "hunyuan_v1_moe", "kimi_k2", "kimi_linear", "llama", "llama4_text", "longcat_flash", "minimax", "minimax_m2", "ministral", "ministral3",
+            "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl", "qwen2_vl_text",
+            "qwen3", "qwen3_moe", "qwen3_vl_moe_text", "qwen3_vl_text", "seed_oss", "smollm3", "solar_open",
+        ),
+        Tail(),
+    ),
+    "mimo_v2_flash": Tail(eps="layernorm_epsilon"),
+    # the same under another name, mostly hybrids of attention and linear layers
+    **dict.fromkeys(("bamba", "jamba"), Tail(norm="final_layernorm.weight")),
+    "falcon_h1": Tail(norm="final_layernorm.weight", times="lm_head_multiplier"),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), Tail(norm="embedding_norm.weight", eps="norm_eps")),
+    "nemotron_h": Tail(norm="norm_f.weight", eps="layer_norm_epsilon"),
+    # scaled logits; HyperCLOVA X multiplies by what Granite divides by
+    **dict.fromkeys(("granite", "granitemoe", "granitemoehybrid", "granitemoeshared"), Tail(over="logits_scaling")),
+    "hyperclovax": Tail(times="logits_scaling"),
+    # one plus the weight; gemma3n_text and gemma4_text went back to the weight alone
+    **dict.fromkeys(
+        ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "minimax_m3_vl_text"),
+        Tail(one_plus=True),
+    ),
+    "gemma4_text": Tail(),
+    # Cohere's LayerNorm
+    **dict.fromkeys(("cohere", "cohere2"), Tail(centred=True, eps="layer_norm_eps", times="logit_scale")),
 }  # fmt: skip
-RMS_ONE_PLUS_WEIGHT = {"gemma", "gemma2", "gemma3_text"}
+IMPOSSIBLE = {
+    "gemma3n_text": "its layers carry four streams (AltUp), not one",
+    "deepseek_v4": "its layers carry several streams (hyper-connections), not one",
+    "olmo": "its final norm has no weights",
+    "nemotron": "its final norm has a bias",
+    "phi": "its final norm and head have biases",
+    "phimoe": "its final norm and head have biases",
+}
+SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "logits_mup_width_multiplier", "dim_model_base")
 
 
 @dataclass(frozen=True)
 class TargetHead:
     """embedding [V, D], norm_weight [D], head [V, D], all float32 on the CPU as read; head is the embedding where they are tied.
 
-    `norm_weight` is what the normalised state is multiplied with, one-plus already applied.
+    `norm_weight` is what the normalised state is multiplied with: one-plus and the scale of the logits already applied.
     """
 
     embedding: torch.Tensor
@@ -33,10 +80,13 @@ class TargetHead:
     norm_eps: float
     head: torch.Tensor
     softcap: float | None  # logits become softcap * tanh(logits / softcap), as in Gemma 2
+    centred: bool = False  # the norm takes the mean off first
 
     def normed(self, last: torch.Tensor) -> torch.Tensor:
         """last [..., D] of layer N -> the head's input [..., D] in float32."""
         last = last.float()
+        if self.centred:
+            last = last - last.mean(-1, keepdim=True)
         return last * torch.rsqrt(last.pow(2).mean(-1, keepdim=True) + self.norm_eps) * self.norm_weight
 
     def logits(self, last: torch.Tensor) -> torch.Tensor:
@@ -50,40 +100,63 @@ class TargetHead:
 
 
 def read_head(spec: TargetSpec) -> TargetHead:
-    """Raises UserError if a tensor is missing or stored quantised, or if the model type's norm or head is not known."""
-    kind = spec.text_config["model_type"]
-    if kind not in RMS_WEIGHT | RMS_ONE_PLUS_WEIGHT:
+    """Raises UserError if a tensor is missing or stored quantised, or if what the model type does with layer N is not known."""
+    kind, config = spec.text_config["model_type"], spec.text_config
+    if kind in IMPOSSIBLE:
+        raise UserError(f"{spec.path}: Eyas cannot rebuild the logits of model type {kind!r}: {IMPOSSIBLE[kind]}. Choose another target.")
+    if kind not in TAILS:
         raise UserError(
             f"{spec.path}: model type {kind!r} is new to Eyas, which must know its final norm to train on the right teacher. "
-            "Add it to RMS_WEIGHT in src/eyas/target/embeddings.py if its final norm is a plain RMSNorm; the proof of capture will tell."
+            "Add it to TAILS in src/eyas/target/embeddings.py if its final norm is a plain RMSNorm; the proof of capture will tell."
         )
-    for scale in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
-        if spec.text_config.get(scale, 1.0) not in (None, 1.0):
+    tail = TAILS[kind]
+    for scale in SCALES:
+        if scale not in (tail.times, tail.over) and config.get(scale, 1.0) not in (None, 1.0):
             raise UserError(
-                f"{spec.path}: config.json scales the logits ({scale} = {spec.text_config[scale]}), which Eyas does not yet do. Choose another target."
+                f"{spec.path}: config.json scales the logits ({scale} = {config[scale]}), which model type {kind!r} is not known to do. Please report it."
             )
-    names = {name: path for path in sorted(spec.path.glob("*.safetensors")) for name in read_header(path)}
-
-    def read(*endings: str) -> torch.Tensor:
-        found = [
-            name for name in names if any(name == ending or name.endswith("." + ending) for ending in endings) and "visual" not in name and "vision" not in name
-        ]
-        if not found:
-            raise UserError(f"{spec.path}: no tensor named {' or '.join(endings)} in its *.safetensors files. Download the model completely.")
-        name = min(found, key=len)
-        with safe_open(names[name], "pt") as file:
-            tensor = file.get_tensor(name)
-        if not tensor.is_floating_point():
-            raise UserError(f"{spec.path}: {name} is stored as {tensor.dtype}, quantised. Eyas needs the embedding, final norm and head in floating point.")
-        return tensor.float()
-
-    embedding = read("embed_tokens.weight", "word_embeddings.weight")
-    norm = read("model.norm.weight", "language_model.norm.weight", "norm.weight")
-    softcap = spec.text_config.get("final_logit_softcapping")
+    files = {name: file for file in sorted(spec.path.glob("*.safetensors")) for name in read_header(file)}
+    embedding = embedding_name(files)
+    if embedding is None:
+        raise UserError(f"{spec.path}: its *.safetensors files hold no tensor {' or '.join(EMBEDDINGS)}, or several. Download the model completely.")
+    embedded = _read(spec.path, files, embedding)
+    norm_weight = _read(spec.path, files, decoder_prefix(embedding) + tail.norm) + float(tail.one_plus)
+    if tail.times:
+        norm_weight = norm_weight * _scale(spec, tail.times)
+    if tail.over:
+        norm_weight = norm_weight / _scale(spec, tail.over)
+    softcap = config.get("final_logit_softcapping")
     return TargetHead(
-        embedding=embedding,
-        norm_weight=norm + 1.0 if kind in RMS_ONE_PLUS_WEIGHT else norm,
-        norm_eps=float(spec.text_config.get("rms_norm_eps", 1e-6)),
-        head=embedding if spec.tied else read("lm_head.weight"),
+        embedding=embedded,
+        norm_weight=norm_weight,
+        norm_eps=float(config.get(tail.eps, 1e-6)),
+        head=embedded if spec.tied else _read(spec.path, files, f"{head_name(files)}.weight"),
         softcap=None if softcap is None else float(softcap),
+        centred=tail.centred,
+    )
+
+
+def _scale(spec: TargetSpec, key: str) -> float:
+    """Raises UserError if config.json leaves it out: the default differs by model type."""
+    if key not in spec.text_config:
+        raise UserError(
+            f"{spec.path}: config.json does not state {key}, by which model type {spec.text_config['model_type']!r} scales its logits. Add it there."
+        )
+    return float(spec.text_config[key])
+
+
+def _read(folder: Path, files: dict[str, Path], name: str) -> torch.Tensor:
+    """The tensor in float32. Raises UserError if it is missing or quantised."""
+    stem = name.removesuffix("weight")
+    if name not in files and not any(other.startswith(stem) for other in files):
+        raise UserError(f"{folder}: no tensor {name} in its *.safetensors files. Download the model completely.")
+    if name in files:
+        with safe_open(files[name], "pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+        if tensor.dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):  # not float8, which means nothing without its scales
+            return tensor.float()
+    stored = str(tensor.dtype).removeprefix("torch.") if name in files else ", ".join(sorted(other for other in files if other.startswith(stem)))
+    raise UserError(
+        f"{folder}: {name} is stored quantised ({stored}). Eyas needs embedding, final norm and head in floating point. "
+        "Quantise the target again with these three left out, or choose a checkpoint that leaves them out."
     )

@@ -61,7 +61,7 @@ class TargetEngine(Protocol):
 
     def fill(self, shards: Iterable[OpenShard], layers: Sequence[int], advance: Callable[[int], None]) -> Iterator[Filled]:
         """Writes the states of all rows into the shards, aux from all `layers` but the last, which is `last`; gives back each shard once it is filled,
-        in order. Takes shards from the iterator as it needs them. advance: told of tokens as they come."""
+        in order. Takes shards from the iterator as it needs them. advance: told of tokens whose states are written."""
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Answer]:
         """The target's answers to prompts of token ids."""

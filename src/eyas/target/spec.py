@@ -6,7 +6,9 @@ In: a folder with config.json, *.safetensors, a tokenizer. Out: a `TargetSpec`.
 from __future__ import annotations
 
 import json
+import re
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,11 @@ import xxhash
 from eyas.artifact import hash_file
 from eyas.errors import UserError
 
+# The language model's input embedding under the names that model types give it, likelier ones first.
+EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "embeddings.weight", "tok_embeddings.weight")
+HEADS = ("lm_head", "output")
+# Parts of a tensor's name that mean another model than the target's decoder: towers of other senses, extra prediction layers, one layer's own copies.
+FOREIGN = re.compile(r"(^|\.)(vision\w*|visual|vit|image\w*|audio\w*|speech\w*|talker|token2wav|code2wav|mtp\w*|\w*projector|layers|blocks|encoder)\.")
 SAMPLE = 1 << 20  # bytes read at both ends of each weight file for the fingerprint: a terabyte model must not cost a full read
 
 
@@ -42,7 +49,10 @@ class TargetSpec:
 
 
 def read_spec(path: Path) -> TargetSpec:
-    """Raises UserError if the folder is no model, has no weights, or leaves out a needed fact."""
+    """Widths and counts that config.json leaves out are read off the weights' shapes and names, without loading them.
+
+    Raises UserError if the folder is no model, has no weights, or leaves out a needed fact.
+    """
     if not path.is_dir():
         raise UserError(f"target.path {path} is not a folder. Give the folder of a model: config.json, *.safetensors, a tokenizer.")
     config = _read_config(path / "config.json", required=True)
@@ -50,6 +60,8 @@ def read_spec(path: Path) -> TargetSpec:
     weights = sorted(path.glob("*.safetensors"))
     if not weights:
         raise UserError(f"{path} holds no *.safetensors file, so no weights. Download the model completely, or convert it to safetensors.")
+    shapes = {name: entry["shape"] for file in weights for name, entry in read_header(file).items()}
+    text = _shown_by_weights(text, shapes) | text
     missing = [key for key in ("num_hidden_layers", "hidden_size", "vocab_size", "model_type") if key not in text]
     if missing:
         raise UserError(f"{path / 'config.json'} does not state {', '.join(missing)}. Eyas needs a decoder-only language model's config.")
@@ -66,11 +78,56 @@ def read_spec(path: Path) -> TargetSpec:
         hidden_size=text["hidden_size"],
         vocab_size=text["vocab_size"],
         max_length=text.get("max_position_embeddings", 1 << 30),
-        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        tied=_tied(path, config, text, shapes),
         stop_ids=tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,),
         weight_dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
         fingerprint={"weights": _weights_fingerprint(path / "config.json", weights), "tokenizer": _tokenizer_fingerprint(path)},
     )
+
+
+def embedding_name(names: Collection[str]) -> str | None:
+    """The tensor that embeds the target's tokens, through any wrapper's prefix. None if there is none, or several that could be it."""
+    for ending in EMBEDDINGS:
+        found = [name for name in names if f".{name}".endswith(f".{ending}") and not FOREIGN.search(name)]
+        if found:
+            return found[0] if len(found) == 1 else None
+    return None
+
+
+def decoder_prefix(embedding: str) -> str:
+    """`model.language_model.` of the embedding `model.language_model.embed_tokens.weight`: what layers and final norm begin with too."""
+    return embedding.removesuffix(next(ending for ending in EMBEDDINGS if embedding.endswith(ending)))
+
+
+def head_name(names: Collection[str]) -> str | None:
+    """The head's tensors without their last part: `lm_head` of `lm_head.weight`, or of `lm_head.weight_packed` where it is quantised."""
+    stems = {name.rpartition(".")[0] for name in names if not FOREIGN.search(name)}
+    found = [stem for head in HEADS for stem in sorted(stems) if f".{stem}".endswith(f".{head}")]
+    return found[0] if found else None
+
+
+def _shown_by_weights(text: dict[str, Any], shapes: dict[str, list[int]]) -> dict[str, Any]:
+    """The embedding's shape is [V, D]. Configs written by transformers leave out what is their type's default: google/gemma-3-4b-it has no vocab_size,
+    llava-hf/llava-1.5-7b-hf no hidden_size."""
+    embedding = embedding_name(shapes)
+    if embedding is None or len(shapes[embedding]) != 2:
+        return {}
+    shown = dict(zip(("vocab_size", "hidden_size"), shapes[embedding], strict=True))
+    prefix = re.escape(decoder_prefix(embedding))
+    layers = {int(match[1]) for name in shapes if (match := re.match(prefix + r"layers\.(\d+)\.", name))}
+    if layers and not text.get("num_nextn_predict_layers"):  # which DeepSeek stores as further layers
+        shown["num_hidden_layers"] = len(layers)
+    return shown
+
+
+def _tied(path: Path, config: dict[str, Any], text: dict[str, Any], shapes: dict[str, list[int]]) -> bool:
+    """Is the head the embedding? transformers' default differs by model type and a config may leave it out, so then the weights tell: no head, tied."""
+    stated = [source["tie_word_embeddings"] for source in (config, text) if isinstance(source.get("tie_word_embeddings"), bool)]
+    if head_name(shapes) is not None:
+        return bool(stated and stated[0])
+    if stated and not any(stated):
+        raise UserError(f"{path}: config.json says tie_word_embeddings = false, but no *.safetensors file holds lm_head. Download the model completely.")
+    return True
 
 
 def read_header(path: Path) -> dict[str, dict[str, Any]]:

@@ -27,6 +27,14 @@ def find_decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
     return max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
 
 
+# vLLM's layers that return (stream, a residual left over): adding them up would count half the layer twice. The others leave the sum to the next norm.
+WHOLE = {
+    "Cohere2MoeDecoderLayer", "CohereCompassDecoderLayer", "CohereDecoderLayer", "Exaone4DecoderLayer", "GraniteMoeHybridAttentionDecoderLayer",
+    "GraniteMoeHybridMambaDecoderLayer", "HyperCLOVAXDecoderLayer", "Molmo2DecoderNormAfterLayer", "MolmoDecoderNormAfterLayer", "MuseGlimmerDecoderLayer",
+    "PhiMoEDecoderLayer", "StablelmDecoderLayer",
+}  # fmt: skip
+
+
 class LayerTap:
     """Keeps what the wanted layers put out in the latest forward; a context manager that removes its hooks."""
 
@@ -47,7 +55,7 @@ class LayerTap:
 
     def _after(self, k: int) -> Any:
         def hook(module: nn.Module, arguments: Any, output: Any) -> None:
-            self.states[k] = residual_stream(output)
+            self.states[k] = residual_stream(output, module)
 
         return hook
 
@@ -65,14 +73,14 @@ class LayerTap:
             handle.remove()
 
 
-def residual_stream(output: Any) -> torch.Tensor:
-    """What a decoder layer returned, as one tensor [..., D]. vLLM's layers return (hidden, residual), whose sum is the stream; others
+def residual_stream(output: Any, layer: nn.Module | None = None) -> torch.Tensor:
+    """What a decoder layer returned, as one tensor [..., D]. Most of vLLM's layers return (hidden, residual), whose sum is the stream; others
     return the stream alone or first in a tuple."""
     if isinstance(output, torch.Tensor):
         return output
     first = output[0]
     assert isinstance(first, torch.Tensor), type(first)
     second = output[1] if len(output) > 1 else None
-    if isinstance(second, torch.Tensor) and second.shape == first.shape:
+    if isinstance(second, torch.Tensor) and second.shape == first.shape and type(layer).__name__ not in WHOLE:
         return first + second
     return first

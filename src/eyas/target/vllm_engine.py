@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import struct
 import sys
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,7 +36,9 @@ Mode = Literal["capture", "generate"]
 # The worker's own small copy of Eyas: its other modules, and whatever is installed beside them, must not shadow the vLLM environment's packages.
 WORKER_FILES = ("__init__.py", "errors.py", "target/__init__.py", "target/tap.py", "target/vllm_worker.py")
 # One command holds the rows of about so many seconds: enough that the gap between two commands does not show. It is also what a crash can lose.
-GROUP_SECONDS = 15.0
+GROUP_SECONDS = 5.0
+SETTLE_SECONDS = 5.0  # after its rows were read, in which a command's last states should be written
+LOAD_MINUTES = 30.0  # of silence while loading that count as a hang: a slow disk may keep it waiting
 PROOF_TOKENS = 64
 LOSSES = 2  # in a row, without an answer between, after which the engine is not started again
 
@@ -48,6 +50,16 @@ class Row:
     key: str
     tokens: torch.Tensor
     supervised: torch.Tensor
+
+
+@dataclass
+class Group:
+    """Shards under way with one command."""
+
+    shards: list[OpenShard]
+    arguments: dict[str, Any]
+    reply: dict[str, Any] | None = None  # what came back once all rows were read
+    missing: list[int] | None = None  # rows that did not come, once that was asked for
 
 
 class VllmEngine:
@@ -63,6 +75,10 @@ class VllmEngine:
         self.seed = 0
         self.unanswered: deque[dict[str, Any]] = deque()
         self.lost_in_a_row = 0
+        self.under_way: deque[Group] = deque()
+        self.sizes: dict[str, int] = {}  # file under way -> tokens
+        self.settled: dict[str, list[int]] = {}  # file whose states are all written -> rows of its group that are not finite
+        self.advance: Callable[[int], None] = lambda tokens: None
 
     def capture(self, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> list[torch.Tensor]:
         """Raises UserError if a row does not come."""
@@ -84,16 +100,20 @@ class VllmEngine:
         return list(states.tensor_split(shard.starts[1:-1]))
 
     def fill(self, shards: Iterable[OpenShard], layers: Sequence[int], advance: Callable[[int], None]) -> Iterator[Filled]:
-        """Two groups of shards are under way at once: while the target runs on one, the caller seals what came of the other."""
+        """Two groups of shards are under way at once: while the target runs on one, the last states of the other are written, and the caller seals it."""
         self._enter("capture")
-        sent: deque[list[OpenShard]] = deque()
+        self.advance = advance
+        for kept in (self.under_way, self.settled, self.sizes):
+            kept.clear()
         for number, group in enumerate(self._groups(shards)):
-            self._send(do="capture", layers=list(layers), **self._plan(group, f"rows-{number % 3}"))
-            sent.append(group)
-            if len(sent) == 2:
-                yield from self._filled(sent.popleft(), advance)
-        while sent:
-            yield from self._filled(sent.popleft(), advance)
+            opened = Group(group, {"layers": list(layers), **self._plan(group, f"rows-{number}")})
+            self.under_way.append(opened)
+            self.sizes |= {str(shard.part.resolve()): shard.starts[-1] for shard in group}
+            self._send(do="capture", **opened.arguments)
+            if len(self.under_way) == 2:
+                yield from self._filled(self.under_way.popleft())
+        while self.under_way:
+            yield from self._filled(self.under_way.popleft())
 
     def _groups(self, shards: Iterable[OpenShard]) -> Iterator[list[OpenShard]]:
         group: list[OpenShard] = []
@@ -107,49 +127,65 @@ class VllmEngine:
 
     def _plan(self, group: list[OpenShard], name: str) -> dict[str, Any]:
         """Tells the worker which rows there are and where their states go; returns the arguments of its command."""
-        folder = self._folder()
-        tokens = [row for shard in group for row in shard.tokens]
-        offsets = torch.tensor([0, *(len(row) for row in tokens)]).cumsum(0)
-        save_file({"tokens": torch.cat(tokens), "offsets": offsets}, folder / f"{name}.safetensors")
+        tokens, plan = self._folder() / f"{name}.safetensors", self._folder() / f"{name}.json"
+        rows = [row for shard in group for row in shard.tokens]
+        save_file({"tokens": torch.cat(rows), "offsets": torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)}, tokens)
         places = [[n, shard.aux_at(row), shard.last_at(row)] for n, shard in enumerate(group) for row in range(len(shard.keys))]
-        plan = {
-            "tokens": str(folder / f"{name}.safetensors"), "files": [str(shard.part.resolve()) for shard in group], "places": places,
+        values = {
+            "tokens": str(tokens), "files": [str(shard.part.resolve()) for shard in group], "places": places,
             "dtype": str(group[0].dtype).removeprefix("torch."),
         }  # fmt: skip
-        (folder / f"{name}.json").write_text(json.dumps(plan))
+        plan.write_text(json.dumps(values))
         # One row of each group is proved in whole, the beginning of one row of each other shard: the head over all tokens of a row costs too much.
         prove, first = [], 0
         for shard in group:
             sample = len(shard.keys) // 2
             prove.append([first + sample, min(len(shard.tokens[sample]), PROOF_TOKENS if first else self.max_length)])
             first += len(shard.keys)
-        return {"plan": str(folder / f"{name}.json"), "prove": prove}
+        return {"plan": str(plan), "tokens": str(tokens), "prove": prove}
 
-    def _filled(self, group: list[OpenShard], advance: Callable[[int], None]) -> Iterator[Filled]:
-        total = sum(shard.starts[-1] for shard in group)
-        told = 0
-
-        def progress(tokens: int) -> None:
-            nonlocal told
-            if told < (now := min(tokens, total)):
-                advance(now - told)
-                told = now
-
-        reply = self._receive("capturing", progress)
-        progress(total)
-        self.group_tokens = max(4 * self.section.max_batched_tokens, int(GROUP_SECONDS * total / reply["seconds"]))
+    def _filled(self, group: Group) -> Iterator[Filled]:
+        if group.reply is None:
+            group.reply = self._receive("capturing")
+        total = sum(shard.starts[-1] for shard in group.shards)
+        self.group_tokens = max(4 * self.section.max_batched_tokens, int(GROUP_SECONDS * total / group.reply["seconds"]))
+        files = [str(shard.part.resolve()) for shard in group.shards]
+        end = time.monotonic() + SETTLE_SECONDS
+        while not self._all_written(files) and time.monotonic() < end:
+            time.sleep(0.01)
+        missing: list[int] = []
+        if not self._all_written(files):
+            self._send(do="settle", **group.arguments)
+            for later in self.under_way:  # their answers come first
+                if later.reply is None:
+                    later.reply = self._receive("capturing")
+            missing = self._receive("capturing")
+            self._all_written(files)
         first = 0
-        for shard in group:
+        for shard, file in zip(group.shards, files, strict=True):
             rows = range(first, first + len(shard.keys))
             first = rows.stop
             sample = len(rows) // 2
-            yield Filled(
-                shard=shard,
-                lost={row - rows.start: "it did not come through the engine, asked for together and alone" for row in reply["missing"] if row in rows},
-                not_finite=[row - rows.start for row in reply["not_finite"] if row in rows],
-                sample=sample,
-                log_probabilities=torch.tensor(reply["log_probabilities"][str(rows.start + sample)]),
-            )
+            lost = {row - rows.start: "it did not come through the engine, asked for together and alone" for row in missing if row in rows}
+            assert lost or file in self.settled
+            not_finite = [row - rows.start for row in self.settled.get(file, [])]
+            yield Filled(shard, lost, not_finite, sample, torch.tensor(group.reply["log_probabilities"][str(rows.start + sample)]))
+        for name in ("plan", "tokens"):
+            Path(group.arguments[name]).unlink()
+
+    def _all_written(self, files: list[str]) -> bool:
+        """Reads what the worker has told of shards written, and whether these are among them."""
+        with open(self.written, "rb") as file:
+            file.seek(self.written_read)
+            lines = file.read()
+        whole = lines[: lines.rfind(b"\n") + 1]
+        self.written_read += len(whole)
+        for line in whole.splitlines():
+            told = json.loads(line)
+            if told["file"] not in self.settled:  # a restarted engine may tell it twice
+                self.settled[told["file"]] = told["not_finite"]
+                self.advance(self.sizes[told["file"]])
+        return all(file in self.settled for file in files)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Answer]:
         # A process begins one random stream with its seed; after a restart the stream must not begin as it did before, or answers come twice.
@@ -209,8 +245,9 @@ class VllmEngine:
 
     def _start(self) -> None:
         folder = self._folder()
-        self.beat = folder / "beat"
-        self.beat.write_bytes(bytes(8))
+        self.beat, self.written, self.written_read = folder / "beat", folder / "written", 0
+        self.beat.touch()
+        self.written.write_bytes(b"")
         arguments = self._engine_arguments()
         job = folder / "job.json"
         job.write_text(
@@ -220,6 +257,7 @@ class VllmEngine:
                     "num_layers": self.spec.num_layers,
                     "max_tokens": arguments["max_num_batched_tokens"],
                     "beat": str(self.beat),
+                    "written": str(self.written),
                 }
             )
         )
@@ -230,7 +268,7 @@ class VllmEngine:
         except OSError as error:
             raise UserError(f"target.python = {python!r} cannot be started: {error.strerror}. Give the python of an environment that has vLLM.") from None
         try:
-            self.version = self.process.receive(60 * self.section.hang_minutes, self.process.busy())["vllm"]
+            self.version = self.process.receive(60 * max(LOAD_MINUTES, self.section.hang_minutes), self.process.busy())["vllm"]
         except (Lost, Failed) as error:
             self._stop(0.0)
             raise self._error("starting", error) from None
@@ -240,12 +278,12 @@ class VllmEngine:
         self.unanswered.append(command)
         self.process.send(command)
 
-    def _receive(self, during: str, progress: Callable[[int], None] = lambda tokens: None) -> Any:
+    def _receive(self, during: str) -> Any:
         """The answer to the oldest command without one. An engine that is lost is started again, at most twice in a row, and asked again."""
         while True:
             assert self.process is not None
             try:
-                reply = self.process.receive(60 * self.section.hang_minutes, self._sign_of_life(progress))
+                reply = self.process.receive(60 * self.section.hang_minutes, self._sign_of_life())
             except Failed as error:
                 self._stop(0.0)
                 raise self._error(during, error) from None
@@ -263,13 +301,12 @@ class VllmEngine:
             self.unanswered.popleft()
             return reply
 
-    def _sign_of_life(self, progress: Callable[[int], None]) -> Callable[[], Any]:
+    def _sign_of_life(self) -> Callable[[], Any]:
         assert self.process is not None
         busy = self.process.busy()
 
         def sign() -> Any:
-            (tokens,) = struct.unpack("<q", self.beat.read_bytes())
-            progress(tokens)
+            self._all_written([])
             # Where hooks are fired, only a forward counts: an engine whose ranks wait for one another keeps its cores busy.
             return self.beat.stat().st_mtime_ns if self.mode == "capture" else busy()
 

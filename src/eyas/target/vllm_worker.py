@@ -5,10 +5,10 @@ Of Eyas it needs only this file, tap.py and errors.py; else vllm, torch, safeten
 
     python -m eyas.target.vllm_worker JOB.json FD
 
-JOB holds {"engine": arguments of LLM, "num_layers", "max_tokens" of one forward, "beat": a file that each forward touches, and in which stands how many
-tokens of the command are written, int64}. Commands come as JSON
-lines on stdin, replies go as JSON lines to the file descriptor FD, because vLLM prints to the other two. States never pass through here: the process
-that holds the model writes them straight to their places in shard files that Eyas has laid out.
+JOB holds {"engine": arguments of LLM, "num_layers", "max_tokens" of one forward, "beat": a file that each forward touches, "written": a file that gets a
+JSON line for each shard whose states are all written}. Commands come as JSON lines on stdin, replies go as JSON lines to the file descriptor FD, because
+vLLM prints to the other two. States never pass through here: the process that holds the model writes them straight to their places in shard files that
+Eyas has laid out.
 
 Legend: T tokens of a row, A aux layers, D hidden width, n tokens of one forward.
 """
@@ -22,7 +22,6 @@ import os
 import queue
 import resource
 import signal
-import struct
 import sys
 import threading
 import time
@@ -106,13 +105,38 @@ class Recognizer:
         return [index for index, row in enumerate(self.rows) if self.done[index] < len(row)]
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a row's states go: byte offsets of its aux [T, A, D] and last [T, D] in a file that is open."""
+class Group:
+    """The rows of one command: where their states go, and which files still wait for some."""
 
-    handle: int
-    aux: int
-    last: int
+    def __init__(self, plan: str, written: str) -> None:
+        """plan: a JSON file {"tokens": a safetensors file with tokens int32 [T of all rows] and offsets int64 [R + 1], "files", "places": [file, byte of
+        its aux, byte of its last] for each row, "dtype" to store in}."""
+        with open(plan) as file:
+            values = json.load(file)
+        self.rows = read_rows(values["tokens"])
+        self.places: list[tuple[int, int, int]] = [tuple(place) for place in values["places"]]
+        self.files: list[str] = values["files"]
+        self.dtype: torch.dtype = getattr(torch, values["dtype"])
+        self.recognizer = Recognizer(self.rows)
+        self.handles = [os.open(file, os.O_WRONLY) for file in self.files]
+        self.waiting = [0] * len(self.files)
+        for number, _, _ in self.places:
+            self.waiting[number] += 1
+        self.not_finite: dict[int, list[int]] = defaultdict(list)  # file -> rows
+        self.written = written
+
+    def came(self, row: int) -> None:
+        """Called when all states of a row are written; tells of the file if that was its last row."""
+        file = self.places[row][0]
+        self.waiting[file] -= 1
+        if self.waiting[file] == 0:
+            with open(self.written, "ab", buffering=0) as told:
+                told.write(json.dumps({"file": self.files[file], "not_finite": self.not_finite[file]}).encode() + b"\n")
+
+    def close(self) -> None:
+        for handle in self.handles:
+            os.close(handle)
+        self.handles = []
 
 
 class Recorder:
@@ -121,28 +145,23 @@ class Recorder:
     put() hands over and returns; it waits only when SLOTS forwards are not written yet. One thread recognises, several write.
     """
 
-    def __init__(self, device: torch.device, max_tokens: int, beat: str) -> None:
-        self.device, self.max_tokens, self.beat = device, max_tokens, os.open(beat, os.O_WRONLY)
+    def __init__(self, device: torch.device, max_tokens: int) -> None:
+        self.device, self.max_tokens = device, max_tokens
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.slots: queue.SimpleQueue[dict[str, torch.Tensor]] = queue.SimpleQueue()
         for _ in range(SLOTS):
             self.slots.put({})  # host buffers by name, made at first use and then kept: pinning memory takes long
-        self.forwards: queue.SimpleQueue[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Any]] = queue.SimpleQueue()
+        self.forwards: queue.SimpleQueue[tuple[Group, dict[str, torch.Tensor], dict[str, torch.Tensor], Any]] = queue.SimpleQueue()
         self.writers = concurrent.futures.ThreadPoolExecutor(WRITERS)
         self.idle = threading.Condition()
         self.waiting = 0  # forwards not written yet
         self.fault = ""  # what went wrong in a thread; told at the next question
         threading.Thread(target=self._recognise, daemon=True).start()
 
-    def want(self, rows: list[np.ndarray], places: list[Place], dtype: torch.dtype) -> None:
-        self.recognizer, self.places, self.dtype = Recognizer(rows), places, dtype
-        self.not_finite: set[int] = set()
-        self.bytes = self.tokens = 0
-
-    def put(self, ids: torch.Tensor, positions: torch.Tensor, states: list[torch.Tensor]) -> None:
+    def put(self, group: Group, ids: torch.Tensor, positions: torch.Tensor, states: list[torch.Tensor]) -> None:
         """ids, positions int [n]; states: a [n, D] tensor a layer, `last` at the end. All may be overwritten afterwards."""
         slot = self.slots.get()
-        aux, last = torch.stack(states[:-1], dim=1).to(self.dtype), states[-1].to(self.dtype, copy=True)
+        aux, last = torch.stack(states[:-1], dim=1).to(group.dtype), states[-1].to(group.dtype, copy=True)
         finite = aux.isfinite().flatten(1).all(1) & last.isfinite().all(1)
         taken = {"about": torch.stack([ids.long(), positions.long(), finite.long()], dim=1), "aux": aux, "last": last}
         copied = None
@@ -154,7 +173,7 @@ class Recorder:
                 copied.record()
         with self.idle:
             self.waiting += 1
-        self.forwards.put((slot, taken, copied))
+        self.forwards.put((group, slot, taken, copied))
 
     def _to_host(self, slot: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> torch.Tensor:
         assert self.stream is not None
@@ -168,29 +187,11 @@ class Recorder:
 
     def _recognise(self) -> None:
         while True:
-            slot, taken, copied = self.forwards.get()
+            group, slot, taken, copied = self.forwards.get()
             try:
                 if copied is not None:
                     copied.synchronize()
-                ids, positions, finite = taken["about"].numpy().T
-                writes = []
-                for piece in self.recognizer.give(ids, positions):
-                    if not finite[piece.source : piece.source + piece.count].all():
-                        self.not_finite.add(piece.row)
-                    place = self.places[piece.row]
-                    for name, offset in (("aux", place.aux), ("last", place.last)):
-                        states = taken[name][piece.source : piece.source + piece.count]
-                        data = memoryview(states.flatten().view(torch.uint8).numpy().data)
-                        offset += piece.start * len(data) // piece.count
-                        self.bytes += len(data)
-                        writes += [
-                            self.writers.submit(_write, place.handle, data[part : part + WRITE_BYTES], offset + part)
-                            for part in range(0, len(data), WRITE_BYTES)
-                        ]
-                    self.tokens += piece.count
-                for write in writes:
-                    write.result()
-                os.pwrite(self.beat, struct.pack("<q", self.tokens), 0)
+                self._write_out(group, taken)
             except Exception as error:
                 self.fault = self.fault or f"{type(error).__name__}: {error}"
             finally:
@@ -199,12 +200,40 @@ class Recorder:
                     self.waiting -= 1
                     self.idle.notify_all()
 
+    def _write_out(self, group: Group, taken: dict[str, torch.Tensor]) -> None:
+        ids, positions, finite = taken["about"].numpy().T
+        writes = []
+        pieces = group.recognizer.give(ids, positions)
+        for piece in pieces:
+            file, *offsets = group.places[piece.row]
+            if not finite[piece.source : piece.source + piece.count].all():
+                group.not_finite[file].append(piece.row)
+            for name, offset in zip(("aux", "last"), offsets, strict=True):
+                states = taken[name][piece.source : piece.source + piece.count]
+                data = memoryview(states.flatten().view(torch.uint8).numpy().data)
+                offset += piece.start * len(data) // piece.count
+                writes += [
+                    self.writers.submit(_write, group.handles[file], data[part : part + WRITE_BYTES], offset + part)
+                    for part in range(0, len(data), WRITE_BYTES)
+                ]
+        for write in writes:
+            write.result()
+        for piece in pieces:
+            if piece.start + piece.count == len(group.rows[piece.row]):
+                group.came(piece.row)
+
     def settle(self) -> None:
         """Returns when all that was handed over is written. Raises RuntimeError with what went wrong in a thread."""
         with self.idle:
             self.idle.wait_for(lambda: self.waiting == 0)
         if self.fault:
             raise RuntimeError(self.fault)
+
+
+def read_rows(path: str) -> list[np.ndarray]:
+    """Rows of token ids, int64 [T] each, from a safetensors file with tokens and offsets."""
+    tensors = load_file(path)
+    return [tensors["tokens"][start:end].astype(np.int64) for start, end in itertools.pairwise(tensors["offsets"].tolist())]
 
 
 def _write(handle: int, data: memoryview, offset: int) -> None:
@@ -219,20 +248,20 @@ class Tap:
     eyas_layers: list[int]
     eyas_now: dict[int, torch.Tensor]  # layer -> states of the forward that is running
     eyas_ids: torch.Tensor | None  # what the embedding was last called with
-    eyas_recorder: Recorder | None
-    eyas_wanted: bool
-    eyas_handles: list[int]
+    eyas_recorder: Recorder | None  # on the rank that writes
+    eyas_groups: dict[str, Group]  # by plan; those whose rows have not all come
+    eyas_group: Group | None  # whose rows are in the engine
 
-    def eyas_install(self, num_layers: int, layers: list[int], max_tokens: int, beat: str) -> None:
+    def eyas_install(self, num_layers: int, layers: list[int], max_tokens: int, beat: str, written: str) -> None:
         """Hooks the decoder layers, the embedding and the whole model; each forward then goes to the recorder, if rows are wanted."""
         model = self.get_model()  # type: ignore[attr-defined]
-        self.eyas_layers, self.eyas_now, self.eyas_beat = layers, {}, beat
-        self.eyas_ids = self.eyas_recorder = None
-        self.eyas_wanted, self.eyas_handles = False, []
+        self.eyas_layers, self.eyas_now, self.eyas_beat, self.eyas_written = layers, {}, beat, written
+        self.eyas_ids = self.eyas_recorder = self.eyas_group = None
+        self.eyas_groups = {}
         decoder = find_decoder_layers(model, num_layers)
         if not self._eyas_writes():
             return
-        self.eyas_recorder = Recorder(next(model.parameters()).device, max_tokens, beat)
+        self.eyas_recorder = Recorder(next(model.parameters()).device, max_tokens)
         for k in layers:
             if k == 0:
                 decoder[0].register_forward_pre_hook(self._eyas_before_first, with_kwargs=True)
@@ -266,57 +295,39 @@ class Tap:
     def _eyas_end(self, module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
         os.utime(self.eyas_beat)
         now, self.eyas_now = self.eyas_now, {}
-        if not self.eyas_wanted or len(now) < len(set(self.eyas_layers)):
+        if self.eyas_group is None or len(now) < len(set(self.eyas_layers)):
             return
         ids, positions = keywords.get("input_ids"), keywords["positions"]
         ids = self.eyas_ids if ids is None else ids
         assert ids is not None and self.eyas_recorder is not None
         positions = positions[0] if positions.dim() > 1 else positions  # one row for each axis of a multimodal rope
         num = min(len(ids), len(positions))
-        self.eyas_recorder.put(ids[:num], positions[:num], [now[k][:num] for k in self.eyas_layers])
+        self.eyas_recorder.put(self.eyas_group, ids[:num], positions[:num], [now[k][:num] for k in self.eyas_layers])
 
     def eyas_want(self, plan: str) -> None:
-        """plan: a JSON file, see `read_plan`."""
+        """From now on the rows of the plan are in the engine."""
         if self.eyas_recorder is not None:
-            rows, files, places, dtype = read_plan(plan)
-            self.eyas_handles = [os.open(file, os.O_WRONLY) for file in files]
-            at = [Place(self.eyas_handles[file], aux, last) for file, aux, last in places]
-            self.eyas_recorder.want(rows, at, dtype)
-            self.eyas_wanted = True
+            for name, group in list(self.eyas_groups.items()):
+                if name == plan or not any(group.waiting):
+                    group.close()
+                    del self.eyas_groups[name]
+            self.eyas_group = self.eyas_groups[plan] = Group(plan, self.eyas_written)
 
-    def eyas_missing(self) -> list[int]:
-        """The numbers of the rows that have not come. Raises RuntimeError if something could not be written."""
-        if self.eyas_recorder is None:
-            return []
-        self.eyas_recorder.settle()
-        return self.eyas_recorder.recognizer.missing()
+    def eyas_missing(self, plan: str) -> list[int] | None:
+        """The numbers of the plan's rows that have not come; None if it was never wanted, or does not wait any more, and from ranks that do not write.
 
-    def eyas_ask_alone(self, index: int) -> None:
-        """From now on only this row is in the engine."""
-        if self.eyas_recorder is not None:
-            self.eyas_recorder.recognizer.ask_alone(index)
-
-    def eyas_done(self) -> dict[str, Any] | None:
-        """Closes the files; from the rank that writes {"not_finite": numbers of rows, "bytes": written}, else None."""
+        Raises RuntimeError if something could not be written.
+        """
         if self.eyas_recorder is None:
             return None
         self.eyas_recorder.settle()
-        self.eyas_wanted = False
-        for handle in self.eyas_handles:
-            os.close(handle)
-        return {"not_finite": sorted(self.eyas_recorder.not_finite), "bytes": self.eyas_recorder.bytes}
+        return self.eyas_groups[plan].recognizer.missing() if plan in self.eyas_groups else None
 
-
-def read_plan(path: str) -> tuple[list[np.ndarray], list[str], list[list[int]], torch.dtype]:
-    """rows (int64 [T] each), files, places ([file, offset of aux, offset of last] in bytes, one a row), dtype to store in.
-
-    The plan is {"tokens": a safetensors file with tokens int32 and offsets int64, "files", "places", "dtype"}.
-    """
-    with open(path) as file:
-        plan = json.load(file)
-    tensors = load_file(plan["tokens"])
-    rows = [tensors["tokens"][start:end].astype(np.int64) for start, end in itertools.pairwise(tensors["offsets"].tolist())]
-    return rows, plan["files"], plan["places"], getattr(torch, plan["dtype"])
+    def eyas_ask_alone(self, plan: str, index: int) -> None:
+        """From now on only this row is in the engine."""
+        if self.eyas_recorder is not None:
+            self.eyas_group = self.eyas_groups[plan]
+            self.eyas_group.recognizer.ask_alone(index)
 
 
 class Server:
@@ -327,26 +338,35 @@ class Server:
         self.job = job
         self.tapped: list[int] | None = None
 
-    def capture(self, plan: str, layers: list[int], prove: list[list[int]]) -> dict[str, Any]:
-        """Fills the plan's places. prove: [row, tokens] of which log-probabilities are asked for along the way. Returns {"missing", "not_finite",
-        "bytes", "seconds", "log_probabilities": {row number: [tokens - 1]}}."""
+    def capture(self, plan: str, tokens: str, layers: list[int], prove: list[list[int]]) -> dict[str, Any]:
+        """Has the target read the plan's rows, whose states are written meanwhile and a little after. prove: [row, number of its first tokens] of which
+        log-probabilities are asked for along the way. Returns {"seconds", "log_probabilities": {row: [number - 1]}}."""
         start = time.monotonic()
         if self.tapped is None:
-            self.llm.collective_rpc("eyas_install", args=(self.job["num_layers"], layers, self.job["max_tokens"], self.job["beat"]))
+            job = self.job
+            self.llm.collective_rpc("eyas_install", args=(job["num_layers"], layers, job["max_tokens"], job["beat"], job["written"]))
             self.tapped = layers
         assert layers == self.tapped, "one process taps one choice of layers"
-        rows = read_plan(plan)[0]
+        rows = read_rows(tokens)
         self.llm.collective_rpc("eyas_want", args=(plan,))
-        whole = {row for row, tokens in prove if tokens == len(rows[row])}
-        parts = [(row, rows[row][:tokens]) for row, tokens in prove if row not in whole]
+        whole = {row for row, number in prove if number == len(rows[row])}
+        parts = [(row, rows[row][:number]) for row, number in prove if row not in whole]
         found = self._prefill([*rows, *(part for _, part in parts)], whole | set(range(len(rows), len(rows) + len(parts))))
         log_probabilities = {row: found[row] for row in whole} | {row: found[len(rows) + n] for n, (row, _) in enumerate(parts)}
-        for index in self._missing():
-            self.llm.collective_rpc("eyas_ask_alone", args=(index,))
+        return {"seconds": time.monotonic() - start, "log_probabilities": log_probabilities}
+
+    def settle(self, plan: str, tokens: str, layers: list[int], prove: list[list[int]]) -> list[int]:
+        """Waits until what came of the plan's rows is written, and asks for the others, one alone; returns those that still have not come."""
+        if self.tapped is None or self._missing(plan) is None:  # a new process, or all is well by now and only asked once more
+            self.capture(plan, tokens, layers, [])
+        rows = read_rows(tokens)
+        for index in self._missing(plan) or []:
+            self.llm.collective_rpc("eyas_ask_alone", args=(plan, index))
             self._prefill([rows[index]], set())
-        missing = self._missing()
-        (done,) = (reply for reply in self.llm.collective_rpc("eyas_done") if reply is not None)
-        return {**done, "missing": missing, "seconds": time.monotonic() - start, "log_probabilities": log_probabilities}
+        return self._missing(plan) or []
+
+    def _missing(self, plan: str) -> list[int] | None:
+        return next((reply for reply in self.llm.collective_rpc("eyas_missing", args=(plan,)) if reply is not None), None)
 
     def _prefill(self, rows: list[np.ndarray], prove: set[int]) -> dict[int, list[float]]:
         """Has the target read the rows; returns the log-probabilities of the tokens but the first of the rows `prove`."""
@@ -356,10 +376,6 @@ class Server:
         outputs = self.llm.generate([{"prompt_token_ids": row.tolist()} for row in rows], params, use_tqdm=False)
         assert len(outputs) == len(rows)
         return {n: _log_probabilities(outputs[n], rows[n].tolist()) for n in prove}
-
-    def _missing(self) -> list[int]:
-        """All ranks but the one that keeps states answer with an empty list."""
-        return max(self.llm.collective_rpc("eyas_missing"), key=len)
 
     def generate(self, prompts: list[list[int]], sampling: dict[str, Any]) -> list[dict[str, Any]]:
         from vllm import SamplingParams

@@ -114,21 +114,23 @@ class WorkerProcess:
     def _abort(self, silent: float) -> str:
         """Has every process write its stack and die; returns what is known of the hang in one line."""
         pids = self._pids()
-        stopped = [str(pid) for pid in pids if _stat(pid)[0] in ("T", "t")]
+        stopped = [pid for pid in pids if _stat(pid)[0] in ("T", "t")]
         before = self._log_size()
-        for pid in pids:
+        for pid in [*stopped, *(pid for pid in pids if pid not in stopped)]:
             _signal(pid, signal.SIGABRT)
             _signal(pid, signal.SIGCONT)
-        end = time.monotonic() + ABORT_SECONDS
-        while self._pids() and time.monotonic() < end:
-            self.process.poll()
-            time.sleep(0.05)
+            end = time.monotonic() + ABORT_SECONDS
+            while _stat(pid)[0] not in ("Z", "X") and time.monotonic() < end:
+                self.process.poll()
+                time.sleep(0.05)
         self.stop(0.0)
         with open(self.log, "rb") as file:
             file.seek(before)
-            frames = re.findall(r"^.*?File \"([^\"]+)\", line (\d+) in (\S+)", file.read().decode(errors="replace"), re.M)
+            # "Current thread" is the one that took the signal: the main one.
+            stacks = file.read().decode(errors="replace").partition("Current thread")[2]
+        frames = re.findall(r'^  File "([^"]+)", line (\d+) in (\S+)', stacks, re.M)
         where = f"; it stood in {frames[0][2]} ({frames[0][0]}:{frames[0][1]})" if frames else ""
-        return f"no sign of life for {silent:.0f} s" + (f", process {', '.join(stopped)} was stopped" if stopped else "") + where
+        return f"no sign of life for {silent:.0f} s" + (f", process {', '.join(map(str, stopped))} was stopped" if stopped else "") + where
 
     def _pids(self) -> list[int]:
         """This process and all of its session that live."""

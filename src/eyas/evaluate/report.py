@@ -1,0 +1,76 @@
+"""summary.json as a person reads it: a table by category, one by concurrency if there is one, and a sentence for all that is not as it should be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from eyas.stage import Context
+
+IN_PROCESS_TIE = 1e-3  # of logit; what two ways to sum the same float32 products may differ by, with room
+DISAGREEMENT = 0.03  # of the acceptance length; more than rounding moves between what was served and what features give
+
+
+def report(summary: dict[str, Any], context: Context) -> None:
+    console = Console(width=max(120, Console().width))
+    console.print(_by_category(summary))
+    if "concurrency" in summary:
+        console.print(_by_concurrency(summary["concurrency"]))
+    say = context.reporter.say
+    for entry in summary["prompts_that_differ"]:
+        say(f"evaluate: {entry['id']}: {_parting(entry, summary['dtype'])}")
+    if seen := summary["prompts_seen_in_training"]:
+        say(f"evaluate: warning: {len(seen)} of the prompts were also trained on ({seen[0]}, ...): their figures flatter the draft")
+    measured, simulated = summary["acceptance_length"] or 0, summary["simulated_acceptance_length"] or 0
+    # vLLM also counts what the limit then cuts off an answer's last round; tokens over rounds do not, so the truth lies between.
+    fewest = (summary["num_tokens"] - summary["num_prompts"]) / max(1, summary["rounds"])
+    if "vllm_version" in summary and not fewest * (1 - DISAGREEMENT) <= simulated <= measured * (1 + DISAGREEMENT):
+        say(
+            f"evaluate: warning: vLLM {summary['vllm_version']} served an acceptance length of {measured:.3f} where the features of the same answers give "
+            f"{simulated:.3f}: the draft does not get there what it was trained on. Check target.dtype and target.extra, and export again."
+        )
+    say(
+        f"evaluate: acceptance length {measured:.3f} (simulated {simulated:.3f}), {summary['speedup']:.2f} times the plain speed; "
+        f"{context.folder / 'summary.json'}"
+    )
+
+
+def _by_category(summary: dict[str, Any]) -> Table:
+    served = f", served by vLLM {summary['vllm_version']} one at a time" if "vllm_version" in summary else ""
+    table = Table(title=f"Held-out prompts, {summary['num_draft_tokens']} draft tokens, greedy{served}", title_justify="left", box=None, pad_edge=False)
+    for name in ("category", "prompts", "tokens", "acceptance length", "simulated", "per position", "same tokens", "tokens/s plain", "with draft", "speedup"):
+        table.add_column(name, justify="left" if name == "category" else "right")
+    for category, part in [*summary["by_category"].items(), ("all", summary)]:
+        rates = " ".join("-" if rate is None else f"{rate:.0%}" for rate in part["per_position"])
+        length, simulated = (f"{value:.2f}" if value else "-" for value in (part["acceptance_length"], part["simulated_acceptance_length"]))
+        same = "yes" if part["greedy_identical"] else f"{part['num_identical']} of {part['num_prompts']}" if "num_identical" in part else "NO"
+        table.add_row(
+            category, f"{part['num_prompts']}", f"{part['num_tokens']:,}", length, simulated, rates, same,
+            f"{part['plain_tokens_per_second']:.1f}", f"{part['tokens_per_second']:.1f}", f"{part['speedup']:.2f}x",
+        )  # fmt: skip
+    return table
+
+
+def _by_concurrency(levels: list[dict[str, Any]]) -> Table:
+    table = Table(title="\nAnswers at once", title_justify="left", box=None, pad_edge=False)
+    for name in ("at once", "answers", "acceptance length", "tokens/s plain", "with draft", "speedup"):
+        table.add_column(name, justify="right")
+    for level in levels:
+        table.add_row(
+            f"{level['concurrency']}", f"{level['num_answers']}", f"{level['acceptance_length'] or 0:.2f}", f"{level['plain_tokens_per_second']:.1f}",
+            f"{level['tokens_per_second']:.1f}", f"{level['speedup']:.2f}x",
+        )  # fmt: skip
+    return table
+
+
+def _parting(entry: dict[str, Any], dtype: str) -> str:
+    if "smallest_margin" in entry:
+        rounding = ", which is rounding" if entry["smallest_margin"] < IN_PROCESS_TIE else ""
+        return f"the texts part; the target's two best tokens came as close as {entry['smallest_margin']:.2g} in logit{rounding}"
+    where = f"the texts part at token {entry['position']} of the answer"
+    if entry["gap_nats"] is None:
+        return f"{where}, and the token there with the draft is not among the two that the target alone likes best: no rounding, but a fault"
+    kind = f"which is rounding in {dtype}" if entry["rounding"] else f"more than rounding in {dtype} usually moves"
+    return f"{where}, where the target alone likes the two tokens within {entry['gap_nats']:.2g} nats, {kind}"

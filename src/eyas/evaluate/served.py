@@ -1,0 +1,243 @@
+"""Measured as a user's server will show it: a stock vLLM answers all prompts with the draft, then another without.
+
+served.jsonl keeps a line for each finished part, so that an interrupted evaluation repeats none:
+
+    draft 1 CATEGORY    the prompts of a category one after another, with the draft: answers, seconds, vLLM's counters
+    draft C             C requests at a time
+    plain ...           the same without the draft
+    ties                where the answers part, how near the target alone holds the two tokens to be
+    simulated           the acceptance that the features of the plain answers give, a value a prompt
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eyas.artifact import whole_lines
+from eyas.config import EvaluateSection
+from eyas.evaluate.prompts import Prompt
+from eyas.evaluate.serve import Server, between, server_arguments
+from eyas.evaluate.simulate import Acceptance, nothing, simulate_answer
+from eyas.export.check import ExportedDraft
+from eyas.progress import Task
+from eyas.stage import Context
+from eyas.target.embeddings import read_head
+from eyas.target.engine import open_engine, resolve_device
+from eyas.target.transformers_engine import batches
+
+PARTS = "served.jsonl"
+WARM_UP_TOKENS = 8
+# Nats. bfloat16 holds logits from 16 to 32, where the likeliest tokens' mostly lie, in steps of 0.125, and each of two may be off by one. Measured on
+# SmolLM2-135M: the gap between the best two is off by 0.06 in the median, 0.2 in 95 of 100 places, 0.34 at most.
+TIE_NATS = {torch.bfloat16: 0.25, torch.float32: 1e-3}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Requests measured together, at most `concurrency` of them in flight."""
+
+    name: str
+    concurrency: int
+    prompts: list[Prompt]
+
+
+class Parts:
+    """The finished parts by name, kept in a file of JSON lines."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.found: dict[str, Any] = {}
+        for line in whole_lines(path):
+            self.found.update(json.loads(line))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.found
+
+    def __getitem__(self, name: str) -> Any:
+        return self.found[name]
+
+    def keep(self, name: str, value: Any) -> None:
+        with open(self.path, "ab") as file:
+            file.write((json.dumps({name: value}) + "\n").encode())
+            file.flush()
+            os.fsync(file.fileno())
+        self.found[name] = value
+
+
+def plan_passes(prompts: list[Prompt], concurrency: list[int]) -> list[Pass]:
+    """One at a time by category, which is the main figure; then each concurrency over all prompts, repeated until every slot has two requests."""
+    passes = [Pass(f"1 {category}", 1, [p for p in prompts if p.category == category]) for category in dict.fromkeys(p.category for p in prompts)]
+    for level in sorted({1, *concurrency} - {1}):
+        passes.append(Pass(f"{level}", level, list(itertools.islice(itertools.cycle(prompts), max(len(prompts), 2 * level)))))
+    return passes
+
+
+def serve_passes(context: Context, prompts: list[Prompt], stop_ids: frozenset[int], dtype: torch.dtype) -> Parts:
+    """Serves all that is not served yet, first with the draft. Raises UserError if a server does not start, or dies."""
+    section, parts = context.config.evaluate, Parts(context.folder / PARTS)
+    passes = plan_passes(prompts, section.concurrency)
+    stops = sorted(stop_ids)
+    k = section.num_draft_tokens
+    # A round drafts a little beyond the end of the answer.
+    longest = min(max(len(prompt.tokens) for prompt in prompts) + section.max_new_tokens + k + 1, context.spec.max_length)
+    name = str(dtype).removeprefix("torch.")
+    with context.reporter.task(context.folder, "evaluate", 2 * sum(len(each.prompts) for each in passes), "answers") as task:
+        for side, draft in (("draft", context.run_folder / "export" / "vllm"), ("plain", None)):
+            todo = [each for each in passes if f"{side} {each.name}" not in parts]
+            task.skip(sum(len(each.prompts) for each in passes) - sum(len(each.prompts) for each in todo))
+            if not todo and (draft or "ties" in parts):
+                continue
+            arguments = server_arguments(context.config.target, context.spec.path, name, longest, draft, k)
+            with Server(context.config.target.python, arguments, context.folder / f"server-{side}.log", lambda line: task.advance(0, line)) as server:
+                warm = 0
+                for each in todo:
+                    if warm < each.concurrency:  # what a server sets up at its first requests is not measured
+                        warm = each.concurrency
+                        _answer(server, Pass("", warm, each.prompts[:warm]), stops, min(WARM_UP_TOKENS, section.max_new_tokens), None)
+                    before = server.counters(k) if draft else nothing(k)
+                    answers, seconds = _answer(server, each, stops, section.max_new_tokens, task)
+                    found = {
+                        "num_tokens": sum(len(answer) for answer in answers),
+                        "seconds": seconds,
+                        "acceptance": asdict(between(server.counters(k), before)) if draft else None,
+                        "vllm": server.version,
+                        "answers": answers if each.concurrency == 1 else None,
+                    }
+                    parts.keep(f"{side} {each.name}", found)
+                if not draft:
+                    parts.keep("ties", _ties(server, passes, parts, TIE_NATS[dtype]))
+    return parts
+
+
+def simulate_passes(context: Context, prompts: list[Prompt], exported: ExportedDraft, dtype: torch.dtype, parts: Parts) -> None:
+    """The part "simulated": runs the target once more, in the engine of the run file, on the plain answers."""
+    if "simulated" in parts:
+        return
+    config, k = context.config, context.config.evaluate.num_draft_tokens
+    answered = [pair for each in _single(prompts) for pair in zip(each.prompts, parts[f"plain {each.name}"]["answers"], strict=True)]
+    answered.sort(key=lambda pair: len(pair[0].tokens) + len(pair[1]))
+    texts = [[*prompt.tokens, *answer] for prompt, answer in answered]
+    config = config.model_copy(
+        update={
+            "target": config.target.model_copy(update={"dtype": str(dtype).removeprefix("torch.")}),
+            "data": config.data.model_copy(update={"max_length": len(texts[-1])}),
+        }
+    )
+    layers = [*exported.draft.shape.aux_layers, context.spec.num_layers]
+    engine = open_engine(config, context.spec, context.folder / "engine.log", context.reporter.say)
+    states: list[torch.Tensor] = []
+    with context.reporter.task(context.folder, "simulate", len(texts), "answers") as task:
+        try:
+            for batch in batches([len(text) for text in texts], config.features.batch_tokens):
+                states += engine.capture([texts[number] for number in batch], layers)
+                task.advance(len(batch))
+        finally:
+            engine.close()  # its memory is wanted for the draft
+        device = resolve_device(config.target.device)
+        embedding = read_head(context.spec).embedding.to(device, dtype)
+        exported = ExportedDraft(exported.draft.to(device, dtype), exported.ids.to(device))
+        found = {
+            prompt.id: asdict(simulate_answer(states_TLD, exported, embedding, prompt.tokens, answer, k))
+            for (prompt, answer), states_TLD in zip(answered, states, strict=True)
+        }
+    parts.keep("simulated", found)
+
+
+def summarise(prompts: list[Prompt], section: EvaluateSection, parts: Parts) -> dict[str, Any]:
+    """The part of summary.json that depends on how the draft was run; what is simulated is null until that is done."""
+    passes = plan_passes(prompts, section.concurrency)
+    single = _single(prompts)
+    versions = dict.fromkeys(parts[f"{side} {each.name}"]["vllm"] for side in ("draft", "plain") for each in passes)
+    levels = []
+    for level in sorted({each.concurrency for each in passes}):
+        figures = _figures([each for each in passes if each.concurrency == level], section.num_draft_tokens, parts)
+        answers = sum(len(each.prompts) for each in passes if each.concurrency == level)
+        levels.append({"concurrency": level, "num_answers": answers, **{name: figures[name] for name in (*SPEEDS, "acceptance_length")}})
+    return {
+        "vllm_version": ", ".join(versions),
+        **_figures(single, section.num_draft_tokens, parts),
+        "concurrency": levels,
+        "by_category": {each.prompts[0].category: _figures([each], section.num_draft_tokens, parts) for each in single},
+    }
+
+
+SPEEDS = ("tokens_per_second", "plain_tokens_per_second", "speedup")
+
+
+def _figures(passes: list[Pass], num_draft_tokens: int, parts: Parts) -> dict[str, Any]:
+    drafted, plain = ([parts[f"{side} {each.name}"] for each in passes] for side in ("draft", "plain"))
+    ids = [prompt.id for each in passes for prompt in each.prompts]
+    measured = sum((_acceptance(part["acceptance"]) for part in drafted), nothing(num_draft_tokens))
+    simulated = nothing(num_draft_tokens)
+    if "simulated" in parts:
+        simulated = sum((_acceptance(parts["simulated"][name]) for name in ids), simulated)
+    apart = [tie for tie in parts["ties"] if tie["id"] in ids]
+    speed, plain_speed = (sum(part["num_tokens"] for part in side) / sum(part["seconds"] for part in side) for side in (drafted, plain))
+    return {
+        "num_prompts": len(ids),
+        "num_tokens": sum(part["num_tokens"] for part in plain),
+        "rounds": measured.rounds,
+        "acceptance_length": measured.length,
+        "simulated_acceptance_length": simulated.length,
+        "per_position": measured.per_position,
+        "survival": measured.survival,
+        "greedy_identical": not apart,
+        "num_identical": len(ids) - len(apart),
+        "prompts_that_differ": apart,
+        "tokens_per_second": speed,
+        "plain_tokens_per_second": plain_speed,
+        "speedup": speed / plain_speed,
+    }
+
+
+def _single(prompts: list[Prompt]) -> list[Pass]:
+    return plan_passes(prompts, [])
+
+
+def _answer(server: Server, work: Pass, stops: list[int], max_tokens: int, task: Task | None) -> tuple[list[list[int]], float]:
+    """-> answers in order, wall-clock seconds from the first request to the last answer. A slot takes the next request when it has its answer."""
+    answers: list[list[int]] = []
+    pool = ThreadPoolExecutor(work.concurrency)
+    began = time.monotonic()
+    try:
+        for answer in pool.map(lambda prompt: server.complete(prompt.tokens, max_tokens, stops), work.prompts):
+            answers.append(answer)
+            if task:
+                task.advance(1, f"{work.concurrency} at once, {sum(map(len, answers)) / (time.monotonic() - began):,.1f} tokens/s")
+        return answers, time.monotonic() - began
+    finally:  # after Ctrl-C nobody waits for what is in flight: the server is stopped
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _ties(server: Server, passes: list[Pass], parts: Parts, limit: float) -> list[dict[str, Any]]:
+    """For each prompt whose two answers part: where, and the log-probability of the plain token less that of the other, by the plain server; None if
+    the other is not among the two likeliest there."""
+    found = []
+    for each in passes:
+        if each.concurrency > 1:
+            continue
+        for prompt, plain, drafted in zip(each.prompts, *(parts[f"{side} {each.name}"]["answers"] for side in ("plain", "draft")), strict=True):
+            if plain == drafted:
+                continue
+            both = min(len(plain), len(drafted))
+            position = next((at for at in range(both) if plain[at] != drafted[at]), both)
+            gap = None
+            if position < both:
+                best = server.best_two([*prompt.tokens, *plain[:position]])
+                if plain[position] in best and drafted[position] in best:
+                    gap = abs(best[plain[position]] - best[drafted[position]])
+            found.append({"id": prompt.id, "position": position, "gap_nats": gap, "rounding": gap is not None and gap <= limit})
+    return found
+
+
+def _acceptance(values: dict[str, Any]) -> Acceptance:
+    return Acceptance(values["rounds"], tuple(values["drafted"]), tuple(values["accepted"]))

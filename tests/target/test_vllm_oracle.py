@@ -1,0 +1,58 @@
+"""The tap against vLLM's own way of taking hidden states out, which shares no code with it: the same rows, the same layers, the same numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import VLLM_PYTHON
+from safetensors.torch import load_file
+
+from eyas.config import TargetSection
+from eyas.target.spec import read_spec
+from eyas.target.vllm_engine import VllmEngine
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+LAYERS = [0, 1, 2, 15, 27, 29, 30]  # of SmolLM2's 30: its embeddings, its last layer and what lies between
+
+
+def rows() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 49_000, (length,), generator=generator).tolist() for length in (2, 17, 64, 5, 90, 150)]
+
+
+def oracle(target: Path, folder: Path) -> list[torch.Tensor]:
+    """What vLLM extracts by itself, [T, L, D] float32 for each row."""
+    job, out = folder / "job.json", folder / "states.safetensors"
+    job.write_text(json.dumps({"model": str(target), "rows": rows(), "layers": LAYERS, "out": str(out), "folder": str(folder / "vllm")}))
+    (folder / "vllm").mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(
+        [VLLM_PYTHON, Path(__file__).with_name("oracle_in_vllm.py"), job], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    states = load_file(out)
+    return [states[str(index)] for index in range(len(rows()))]
+
+
+def test_the_tap_takes_out_what_vllm_itself_takes_out(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not VLLM_PYTHON.exists():
+        pytest.fail(f"{VLLM_PYTHON} is not there; run `make env-vllm` first, or `make test`, which does")
+    wanted = oracle(smollm2, tmp_path)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # 20 s less
+    section = TargetSection(path=str(smollm2), engine="vllm", python=str(VLLM_PYTHON), max_batched_tokens=512, extra={"kv_cache_memory_bytes": 1 << 29})
+    engine = VllmEngine(read_spec(smollm2), section, torch.float32, 160, tmp_path / "engine.log")
+    try:
+        found = engine.capture(rows(), LAYERS)
+    finally:
+        engine.close()
+    for row, tapped, own in zip(rows(), found, wanted, strict=True):
+        assert tapped.shape == own.shape == (len(row), len(LAYERS), 576)
+        for position, k in enumerate(LAYERS):
+            error = float((tapped[:, position] - own[:, position]).norm() / own[:, position].norm())
+            print(f"row of {len(row)}, layer {k}: {error:.1e}")
+            assert error < 1e-5, f"layer {k} of a row of {len(row)} tokens"
