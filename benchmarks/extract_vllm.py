@@ -21,11 +21,9 @@ from typing import Any
 import torch
 
 from eyas.config import TargetSection
-from eyas.features.run import Finished, finished
-from eyas.features.shard import enter, finish, open_index, open_shard
-from eyas.features.verify import capture_error
+from eyas.features.run import finished
+from eyas.features.shard import enter, open_index, open_shard
 from eyas.target.embeddings import TargetHead
-from eyas.target.engine import Filled
 from eyas.target.spec import TargetSpec
 from eyas.target.vllm_engine import Row, VllmEngine
 
@@ -156,11 +154,6 @@ def run_eyas(options: argparse.Namespace, config: dict[str, Any], work: Path, ro
     layers = [*spec.default_layers, num_layers]
     per_shard = max(1, -(-(options.shard_mib << 20) // (options.length * 8 * width)))
 
-    def finish_one(filled: Filled) -> Finished:
-        assert not filled.lost and not filled.not_finite
-        capture_error(filled.shard.tokens[filled.sample], filled.shard.last(filled.sample), head, filled.log_probabilities)
-        return Finished(finish(filled.shard), 0.0, {})
-
     receive, reading = engine._receive, [0.0]
 
     def timed(during: str) -> Any:
@@ -180,7 +173,10 @@ def run_eyas(options: argparse.Namespace, config: dict[str, Any], work: Path, ro
                        3, width, torch.bfloat16)
             for number, first in enumerate(range(0, len(some), per_shard))
         )  # fmt: skip
-        size = sum(enter(folder, shard, done.checksum).bytes for shard, done in finished(engine.fill(shards, layers, lambda tokens: None), finish_one))
+        size = 0
+        for filled, checksum, _ in finished(engine, shards, layers, lambda tokens: None, head):
+            assert not filled.lost and not filled.not_finite
+            size += enter(folder, filled.shard, checksum).bytes
         seconds = time.monotonic() - start
         print(f"  (of {seconds:.1f} s the engine read for {reading[0]:.1f} s)")
         reading[0] = 0.0

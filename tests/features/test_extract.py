@@ -189,8 +189,8 @@ def lose(monkeypatch: pytest.MonkeyPatch, keys: set[str]) -> None:
     """The engine brings no features of the rows `keys`."""
     real = TransformersEngine.fill
 
-    def fill(self: TransformersEngine, shards: Iterable[OpenShard], layers: Sequence[int], advance: Callable[[int], None]) -> Iterator[Filled]:
-        for filled in real(self, shards, layers, advance):
+    def fill(self: TransformersEngine, shards: Iterable[OpenShard], layers: Sequence[int], *told: Callable[..., None]) -> Iterator[Filled]:
+        for filled in real(self, shards, layers, *told):
             yield replace(filled, lost={row: "it was lost" for row, key in enumerate(filled.shard.keys) if key in keys})
 
     monkeypatch.setattr(TransformersEngine, "fill", fill)

@@ -2,7 +2,7 @@
 
     python oracle_in_vllm.py JOB.json
 
-JOB: {"model": folder, "rows": token ids of each row, "layers": vLLM's layer ids, ascending, "out": safetensors file, "folder": for vLLM's own files}.
+JOB: {"model": folder, "dtype", "rows": token ids of each row, "layers": vLLM's layer ids, ascending, "out": safetensors file, "folder": for vLLM's own files}.
 Writes [T, L, D] in float32 for each row under its number.
 
 vLLM's id k is the residual stream before its decoder layer k, and its number of layers the stream after the last.
@@ -47,9 +47,12 @@ def main() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
+    connector = {"kv_connector": "ExampleHiddenStatesConnector"}
+    if not torch.cuda.is_available():  # this file, imported once more under its own name
+        connector = {"kv_connector": "ConnectorOnCpu", "kv_connector_module_path": "oracle_in_vllm"}
     llm = LLM(
         model=job["model"],
-        dtype="float32",
+        dtype=job["dtype"],
         max_model_len=256,
         enforce_eager=True,
         enable_prefix_caching=False,
@@ -61,8 +64,7 @@ def main() -> None:
             "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": job["layers"]}},
         },
         kv_transfer_config={
-            "kv_connector": "ConnectorOnCpu",
-            "kv_connector_module_path": "oracle_in_vllm",  # this file, imported once more under its own name
+            **connector,
             "kv_role": "kv_producer",
             "kv_connector_extra_config": {"shared_storage_path": job["folder"], "use_synchronization_lock": False},
         },

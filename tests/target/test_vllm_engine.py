@@ -14,15 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SOURCE, VLLM_PYTHON, make_tiny_target, write_run
+from conftest import SOURCE, VLLM_DTYPE, VLLM_ERROR, VLLM_PYTHON, make_tiny_target, write_run
 from safetensors.torch import load_file
 
 from eyas.config import TargetSection, load
 from eyas.errors import UserError
 from eyas.features.reader import FeatureReader
 from eyas.features.shard import OpenShard, open_shard
+from eyas.features.verify import TOLERANCE
 from eyas.pipeline import Run
-from eyas.target.engine import Filled, Sampling
+from eyas.target.engine import Filled, Sampling, resolve_device
 from eyas.target.spec import TargetSpec, read_spec
 from eyas.target.transformers_engine import TransformersEngine
 from eyas.target.vllm_engine import Row, VllmEngine
@@ -44,8 +45,10 @@ def vllm(spec: TargetSpec, smollm2: Path, tmp_path_factory: pytest.TempPathFacto
     if not VLLM_PYTHON.exists():
         pytest.fail(f"{VLLM_PYTHON} is not there; run `make env-vllm` first, or `make test`, which does")
     section = TargetSection(path=str(smollm2), engine="vllm", python=str(VLLM_PYTHON), max_batched_tokens=512, extra=EXTRA)
-    engine = VllmEngine(spec, section, torch.float32, MAX_LENGTH, tmp_path_factory.mktemp("vllm") / "engine.log")
-    yield engine
+    engine = VllmEngine(spec, section, VLLM_DTYPE, MAX_LENGTH, tmp_path_factory.mktemp("vllm") / "engine.log")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # 20 s less for each start
+        yield engine
     engine.close()
 
 
@@ -61,14 +64,22 @@ def vllm_tiny(tiny: TargetSpec, tmp_path_factory: pytest.TempPathFactory) -> Ite
     section = TargetSection(
         path=str(tiny.path), engine="vllm", python=str(VLLM_PYTHON), max_batched_tokens=512, hang_minutes=0.25, extra=EXTRA_TINY
     )  # fmt: skip
-    engine = VllmEngine(tiny, section, torch.float32, MAX_LENGTH, tmp_path_factory.mktemp("vllm-tiny") / "engine.log")
+    engine = VllmEngine(tiny, section, VLLM_DTYPE, MAX_LENGTH, tmp_path_factory.mktemp("vllm-tiny") / "engine.log")
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="module")
 def transformers(spec: TargetSpec) -> TransformersEngine:
-    return TransformersEngine(spec, torch.device("cpu"), torch.float32, False)
+    return reference(spec)
+
+
+def reference(spec: TargetSpec) -> TransformersEngine:
+    return TransformersEngine(spec, resolve_device("auto"), VLLM_DTYPE, False)
+
+
+def relative_error(found: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((found.float() - truth.float()).norm() / truth.float().norm())
 
 
 def rows() -> list[list[int]]:
@@ -84,25 +95,27 @@ def test_states_are_those_of_transformers_at_every_layer(vllm: VllmEngine, trans
     found = vllm.capture(rows(), layers)
     for row, states in zip(rows(), found, strict=True):
         (alone,) = transformers.capture([row], layers)
-        assert states.shape == alone.shape and states.dtype == torch.float32
+        assert states.shape == alone.shape and states.dtype == VLLM_DTYPE
         for position, k in enumerate(layers):
-            error = (states[:, position] - alone[:, position]).norm() / alone[:, position].norm()
-            assert error < 1e-5, f"layer {k} of a row of {len(row)} tokens"
+            assert relative_error(states[:, position], alone[:, position]) < VLLM_ERROR, f"layer {k} of a row of {len(row)} tokens"
 
 
 def test_the_second_call_gives_what_the_first_gave(vllm: VllmEngine) -> None:
     layers = [0, 1, 2, 15, 27, 29, 30]
     first, second = (vllm.capture(rows()[:4], layers) for _ in range(2))
     for one, other in zip(first, second, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+        assert relative_error(one, other) < VLLM_ERROR
 
 
 def test_log_probabilities_are_those_of_transformers(vllm: VllmEngine, transformers: TransformersEngine) -> None:
     row = rows()[3]
-    torch.testing.assert_close(vllm.log_probabilities(row), transformers.log_probabilities(row), rtol=1e-4, atol=1e-3)
+    error = (vllm.log_probabilities(row) - transformers.log_probabilities(row)).abs()
+    assert error.mean() < TOLERANCE[VLLM_DTYPE] and (error.max() < 1e-3 or torch.bfloat16 == VLLM_DTYPE)
 
 
 def test_greedy_answers_are_those_of_transformers(vllm: VllmEngine, transformers: TransformersEngine) -> None:
+    if torch.bfloat16 == VLLM_DTYPE:
+        pytest.skip("two programs in bfloat16 part at near ties; compared in float32, on a CPU")
     prompts = [[1, 4093, 198, *row] for row in rows()[:4]]
     sampling = Sampling(max_new_tokens=12, temperature=0.0, top_p=1.0, seed=0)
     assert vllm.generate(prompts, sampling) == transformers.generate(prompts, sampling)
@@ -110,7 +123,7 @@ def test_greedy_answers_are_those_of_transformers(vllm: VllmEngine, transformers
 
 def test_a_python_without_vllm_is_named_with_its_log(spec: TargetSpec, tmp_path: Path) -> None:
     section = TargetSection(path=str(spec.path), engine="vllm", python=sys.executable)
-    engine = VllmEngine(spec, section, torch.float32, MAX_LENGTH, tmp_path / "engine.log")
+    engine = VllmEngine(spec, section, VLLM_DTYPE, MAX_LENGTH, tmp_path / "engine.log")
     with pytest.raises(UserError, match=r"No module named 'vllm'.*engine\.log"):
         engine.log_probabilities([1, 2, 3])
 
@@ -118,7 +131,7 @@ def test_a_python_without_vllm_is_named_with_its_log(spec: TargetSpec, tmp_path:
 def test_a_python_that_is_not_there_is_named(spec: TargetSpec, tmp_path: Path) -> None:
     section = TargetSection(path=str(spec.path), engine="vllm", python=str(tmp_path / "python"))
     with pytest.raises(UserError, match="cannot be started"):
-        VllmEngine(spec, section, torch.float32, MAX_LENGTH, tmp_path / "engine.log").log_probabilities([1, 2, 3])
+        VllmEngine(spec, section, VLLM_DTYPE, MAX_LENGTH, tmp_path / "engine.log").log_probabilities([1, 2, 3])
 
 
 def children(engine: VllmEngine) -> list[int]:
@@ -133,7 +146,7 @@ def many_rows(spec: TargetSpec, folder: Path) -> tuple[list[OpenShard], Callable
     rows = [torch.randint(3, spec.vocab_size, (100 + n,), generator=generator, dtype=torch.int32) for n in range(60)]
     shards = [
         open_shard(folder, n, [Row(f"{n}-{m}", rows[4 * n + m], torch.ones(100 + 4 * n + m, dtype=torch.bool)) for m in range(4)], 2, spec.hidden_size,
-                   torch.float32)
+                   VLLM_DTYPE)
         for n in range(15)
     ]  # fmt: skip
 
@@ -154,7 +167,7 @@ def test_an_engine_lost_in_the_middle_is_started_again_and_no_row_is_lost_or_dou
     said: list[str] = []
     engine.say = said.append
     shards, read = many_rows(engine.spec, tmp_path)
-    list(engine.fill(shards, layers, lambda tokens: None))
+    list(engine.fill(shards, layers, lambda tokens: None, lambda shard: None))
     undisturbed = read()
     shards, read = many_rows(engine.spec, tmp_path)
     engine.group_tokens = 1000
@@ -165,7 +178,7 @@ def test_an_engine_lost_in_the_middle_is_started_again_and_no_row_is_lost_or_dou
         nonlocal told
         told += tokens
 
-    for done in engine.fill(iter(shards), layers, advance):
+    for done in engine.fill(iter(shards), layers, advance, lambda shard: None):
         filled.append(done)
         if len(filled) == 3:
             assert engine.process is not None
@@ -178,7 +191,7 @@ def test_an_engine_lost_in_the_middle_is_started_again_and_no_row_is_lost_or_dou
     assert not any(done.lost or done.not_finite for done in filled)
     assert told == sum(shard.starts[-1] for shard in shards), "progress counts each token once"
     for key, states in read().items():
-        assert (states - undisturbed[key]).norm() <= 1e-5 * undisturbed[key].norm()
+        assert relative_error(states, undisturbed[key]) < VLLM_ERROR
     assert len(said) == 1 and "started again" in said[0] and "engine.log" in said[0]
     if fault == "the engine is stopped":
         assert "no sign of life" in said[0] and "was stopped" in said[0] and "it stood in" in said[0]
@@ -239,37 +252,40 @@ def test_rows_that_come_in_chunks_give_the_same_states(tiny: TargetSpec, tmp_pat
         path=str(tiny.path), engine="vllm", python=str(VLLM_PYTHON), max_batched_tokens=512,
         extra={**EXTRA_TINY, "enable_chunked_prefill": True, "max_num_batched_tokens": 64},
     )  # fmt: skip
-    engine = VllmEngine(tiny, section, torch.float32, MAX_LENGTH, tmp_path / "engine.log")
+    engine = VllmEngine(tiny, section, VLLM_DTYPE, MAX_LENGTH, tmp_path / "engine.log")
     layers = [0, 2, 4]
     some = [[token % tiny.vocab_size for token in row] for row in rows()]
-    reference = TransformersEngine(tiny, torch.device("cpu"), torch.float32, False)
     for row, states in zip(some, engine.capture(some, layers), strict=True):
-        (alone,) = reference.capture([row], layers)
-        assert (states - alone).norm() <= 1e-5 * alone.norm(), f"a row of {len(row)} tokens"
+        (alone,) = reference(tiny).capture([row], layers)
+        assert relative_error(states, alone) < VLLM_ERROR, f"a row of {len(row)} tokens"
     engine.close()
 
 
 def test_layers_spread_over_processes_are_refused(spec: TargetSpec, tmp_path: Path) -> None:
     section = TargetSection(path=str(spec.path), engine="vllm", python=str(VLLM_PYTHON), extra={"pipeline_parallel_size": 2})
     with pytest.raises(UserError, match="pipeline_parallel_size"):
-        VllmEngine(spec, section, torch.float32, MAX_LENGTH, tmp_path / "engine.log").log_probabilities([1, 2, 3])
+        VllmEngine(spec, section, VLLM_DTYPE, MAX_LENGTH, tmp_path / "engine.log").log_probabilities([1, 2, 3])
 
 
 def test_tensor_parallel_2_gives_the_states_of_1(tiny: TargetSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     some = [[token % 320 for token in row] for row in rows()[:6]]
     found = {}
+    if torch.cuda.device_count() == 1:
+        pytest.skip("needs two GPUs, or none")
     for ranks, cores in ((1, "0"), (2, "0|1")):
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", cores)
         section = TargetSection(path=str(tiny.path), engine="vllm", python=str(VLLM_PYTHON), tensor_parallel=ranks, max_batched_tokens=512, extra=EXTRA_TINY)
-        engine = VllmEngine(tiny, section, torch.float32, MAX_LENGTH, tmp_path / f"engine-{ranks}.log")
+        engine = VllmEngine(tiny, section, VLLM_DTYPE, MAX_LENGTH, tmp_path / f"engine-{ranks}.log")
         found[ranks] = engine.capture(some, [0, 2, 4])
         engine.close()
     for one, two in zip(found[1], found[2], strict=True):
-        assert (one - two).norm() / one.norm() < 1e-5
+        assert relative_error(two, one) < VLLM_ERROR
 
 
 def test_a_run_with_vllm_captures_what_a_run_with_transformers_captures(tiny: TargetSpec, tmp_path: Path) -> None:
     """The stages, not the engine alone: answers written, features stored and proved, by the run file's word."""
+    if torch.bfloat16 == VLLM_DTYPE:
+        pytest.skip("greedy answers, and so rows, are the same in float32 alone; compared on a CPU")
     stores = {}
     for engine in ("transformers", "vllm"):
         folder = tmp_path / engine
@@ -286,4 +302,4 @@ def test_a_run_with_vllm_captures_what_a_run_with_transformers_captures(tiny: Ta
     for key, row in stores["vllm"].items():
         for name in ("aux", "last"):
             one, other = getattr(row, name), getattr(stores["transformers"][key], name)
-            assert (one - other).norm() / other.norm() < 1e-5
+            assert relative_error(one, other) < 1e-5

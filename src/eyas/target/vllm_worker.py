@@ -283,7 +283,7 @@ class Tap:
     def _eyas_after(self, k: int) -> Any:
         def hook(module: Any, arguments: Any, output: Any) -> None:
             # A tensor of its own: the next layer's norm adds into what it is given.
-            stream = residual_stream(output)
+            stream = residual_stream(output, module)
             self.eyas_now[k] = stream if isinstance(output, tuple) and stream is not output[0] else stream.clone()
 
         return hook
@@ -338,9 +338,9 @@ class Server:
         self.job = job
         self.tapped: list[int] | None = None
 
-    def capture(self, plan: str, tokens: str, layers: list[int], prove: list[list[int]]) -> dict[str, Any]:
-        """Has the target read the plan's rows, whose states are written meanwhile and a little after. prove: [row, number of its first tokens] of which
-        log-probabilities are asked for along the way. Returns {"seconds", "log_probabilities": {row: [number - 1]}}."""
+    def capture(self, plan: str, tokens: str, layers: list[int], prove: list[int]) -> dict[str, Any]:
+        """Has the target read the plan's rows, whose states are written meanwhile and a little after. prove: rows whose log-probabilities are asked for
+        along the way. Returns {"seconds", "log_probabilities": {row: [T - 1]}}."""
         start = time.monotonic()
         if self.tapped is None:
             job = self.job
@@ -349,33 +349,32 @@ class Server:
         assert layers == self.tapped, "one process taps one choice of layers"
         rows = read_rows(tokens)
         self.llm.collective_rpc("eyas_want", args=(plan,))
-        whole = {row for row, number in prove if number == len(rows[row])}
-        parts = [(row, rows[row][:number]) for row, number in prove if row not in whole]
-        found = self._prefill([*rows, *(part for _, part in parts)], whole | set(range(len(rows), len(rows) + len(parts))))
-        log_probabilities = {row: found[row] for row in whole} | {row: found[len(rows) + n] for n, (row, _) in enumerate(parts)}
-        return {"seconds": time.monotonic() - start, "log_probabilities": log_probabilities}
+        # First, because vLLM waits for the device after each forward with such a row: so they share a few.
+        order = [*prove, *(row for row in range(len(rows)) if row not in set(prove))]
+        found = self._prefill([rows[row] for row in order], len(prove))
+        return {"seconds": time.monotonic() - start, "log_probabilities": dict(zip(prove, found, strict=True))}
 
-    def settle(self, plan: str, tokens: str, layers: list[int], prove: list[list[int]]) -> list[int]:
+    def settle(self, plan: str, tokens: str, layers: list[int], prove: list[int]) -> list[int]:
         """Waits until what came of the plan's rows is written, and asks for the others, one alone; returns those that still have not come."""
         if self.tapped is None or self._missing(plan) is None:  # a new process, or all is well by now and only asked once more
             self.capture(plan, tokens, layers, [])
         rows = read_rows(tokens)
         for index in self._missing(plan) or []:
             self.llm.collective_rpc("eyas_ask_alone", args=(plan, index))
-            self._prefill([rows[index]], set())
+            self._prefill([rows[index]], 0)
         return self._missing(plan) or []
 
     def _missing(self, plan: str) -> list[int] | None:
         return next((reply for reply in self.llm.collective_rpc("eyas_missing", args=(plan,)) if reply is not None), None)
 
-    def _prefill(self, rows: list[np.ndarray], prove: set[int]) -> dict[int, list[float]]:
-        """Has the target read the rows; returns the log-probabilities of the tokens but the first of the rows `prove`."""
+    def _prefill(self, rows: list[np.ndarray], num_prove: int) -> list[list[float]]:
+        """Has the target read the rows; returns the log-probabilities of the tokens but the first of the first `num_prove` rows."""
         from vllm import SamplingParams
 
-        params = [SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=0 if n in prove else None) for n in range(len(rows))]
+        params = [SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=0 if n < num_prove else None) for n in range(len(rows))]
         outputs = self.llm.generate([{"prompt_token_ids": row.tolist()} for row in rows], params, use_tqdm=False)
         assert len(outputs) == len(rows)
-        return {n: _log_probabilities(outputs[n], rows[n].tolist()) for n in prove}
+        return [_log_probabilities(outputs[n], rows[n].tolist()) for n in range(num_prove)]
 
     def generate(self, prompts: list[list[int]], sampling: dict[str, Any]) -> list[dict[str, Any]]:
         from vllm import SamplingParams
@@ -384,7 +383,7 @@ class Server:
         return [{"tokens": list(output.outputs[0].token_ids), "finish": output.outputs[0].finish_reason} for output in outputs]
 
     def log_probabilities(self, row: list[int]) -> list[float]:
-        return self._prefill([np.array(row)], {0})[0]
+        return self._prefill([np.array(row)], 1)[0]
 
 
 def _log_probabilities(output: Any, row: list[int]) -> list[float]:

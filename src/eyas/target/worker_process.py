@@ -104,9 +104,14 @@ class WorkerProcess:
                 self.process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=seconds)
-        for pid in self._pids():
+        pids = self._pids()
+        shared = {name for pid in pids for name in _shared_memory(pid)}
+        for pid in pids:
             _signal(pid, signal.SIGKILL)
         self.process.wait()
+        for name in shared:  # who is killed leaves it behind
+            with contextlib.suppress(OSError):
+                os.unlink(name)
         if self.read_end >= 0:
             os.close(self.read_end)
             self.read_end = -1
@@ -152,6 +157,15 @@ def _stat(pid: int) -> tuple[str, int, float]:
     except (FileNotFoundError, ProcessLookupError):
         return "X", 0, 0.0
     return fields[0], int(fields[3]), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _shared_memory(pid: int) -> set[str]:
+    """The files of shared memory that Python's multiprocessing made and the process has mapped."""
+    try:
+        with open(f"/proc/{pid}/maps") as file:
+            return set(re.findall(r"/dev/shm/(?:psm_|sem\.mp-)\S+", file.read()))
+    except (OSError, ProcessLookupError):
+        return set()
 
 
 def _signal(pid: int, number: int) -> None:
