@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--batched-tokens", type=int, default=8192)
-    parser.add_argument("--shard-mib", type=int, default=512)
+    parser.add_argument("--shard-mib", type=int, default=1024)
     parser.add_argument("--memory", type=float, default=0.85)
     parser.add_argument("--skip-plain", action="store_true")
     parser.add_argument("--extra", type=json.loads, default={})

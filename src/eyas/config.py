@@ -107,7 +107,7 @@ class FeaturesSection(Section):
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="How features are stored. float32 doubles the bytes and is meant for tests.")
     batch_tokens: int = Field(4096, ge=1, description="Tokens of one forward of the target, padding included. Higher is faster until memory runs out.")
     shard_mib: int | None = Field(
-        None, ge=1, description="MiB of one shard file, of which each is proved and entered whole. Default: 128 with transformers, 512 with vllm."
+        None, ge=1, description="MiB of one shard file, of which each is proved and entered whole. Default: 128 with transformers, 1024 with vllm."
     )
 
 

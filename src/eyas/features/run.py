@@ -28,7 +28,7 @@ from eyas.target.spec import TargetSpec
 
 REUSABLE = (INDEX, "shard-*.safetensors")
 LOST = "lost.json"  # key -> reason, of rows without features
-SHARD_MIB = {"transformers": 128, "vllm": 512}  # vLLM is fast: larger files and fewer proofs keep up with it
+SHARD_MIB = {"transformers": 128, "vllm": 1024}  # vLLM is fast: larger files and fewer proofs keep up with it
 FINISHERS = 4  # threads that prove, sync and hash shards
 LOST_SHARE = 0.01  # of the rows, above which extraction stops
 FREE_FLOOR = 256 << 20  # bytes left free on the disk, for everybody else on it

@@ -37,7 +37,7 @@ Mode = Literal["capture", "generate"]
 # The worker's own small copy of Eyas: its other modules, and whatever is installed beside them, must not shadow the vLLM environment's packages.
 WORKER_FILES = ("__init__.py", "errors.py", "target/__init__.py", "target/tap.py", "target/vllm_worker.py")
 # One command holds the rows of about so many seconds: enough that the gap between two commands does not show. It is also what a crash can lose.
-GROUP_SECONDS = 10.0
+GROUP_SECONDS = 20.0
 SETTLE_SECONDS = 5.0  # after its rows were read, in which a command's last states should be written
 LOAD_MINUTES = 30.0  # of silence while loading that count as a hang: a slow disk may keep it waiting
 LOSSES = 2  # in a row, without an answer between, after which the engine is not started again
@@ -219,10 +219,11 @@ class VllmEngine:
         return self.folder
 
     def _enter(self, mode: Mode) -> None:
-        """Has the process run in `mode`; the target is loaded anew if it ran in the other."""
-        if self.process is not None and self.mode == mode:
+        """Has the process run in `mode`; the target is loaded anew if it ran in the other, or if a command was left without its answer."""
+        if self.process is not None and self.mode == mode and not self.unanswered:
             return
-        self._stop(30.0)
+        self._stop(0.0 if self.unanswered else 30.0)
+        self.unanswered.clear()
         self.mode = mode
         self._start()
 
