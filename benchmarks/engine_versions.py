@@ -2,8 +2,8 @@
 
     python benchmarks/engine_versions.py PYTHON [PYTHON ...] [--out FOLDER] [-k EXPRESSION]
 
-Each PYTHON is that of an environment with some vLLM; `make env-vllm VLLM=0.30.0` makes one. Prints a table in Markdown, a row a version: what the tests
-of each file said. The whole output of each run goes to FOLDER (default: the current one). Exit code 1 if anything failed.
+Each PYTHON is that of an environment with some vLLM; `make env-vllm-0.30.0` makes .venv-vllm-0.30.0. Prints a table in Markdown, a row a version: what
+the tests of each file said. The whole output of each run goes to FOLDER (default: the current one). Exit code 1 if anything failed.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from eyas.target.engine import Filled, Sampling, resolve_device
 from eyas.target.spec import TargetSpec, read_spec
 from eyas.target.transformers_engine import TransformersEngine
 from eyas.target.vllm_engine import Row, VllmEngine
+from eyas.target.worker_process import _stat
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 MAX_LENGTH = 160
@@ -241,9 +242,9 @@ input()
     parent.kill()
     parent.wait()
     end = time.monotonic() + 20
-    while any(Path("/proc", pid).exists() for pid in pids) and time.monotonic() < end:
+    while (alive := [pid for pid in pids if _stat(int(pid))[0] not in ("Z", "X")]) and time.monotonic() < end:
         time.sleep(0.1)
-    assert not any(Path("/proc", pid).exists() for pid in pids)
+    assert not alive
     shutil.rmtree(folder)
 
 

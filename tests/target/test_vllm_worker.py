@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eyas.features.shard import FeatureRow, OpenShard, enter, finish, open_shard
-from eyas.target.vllm_worker import Group, Piece, Recognizer, Recorder
+from eyas.target.vllm_worker import WRITERS, Group, Piece, Recognizer, Recorder, spread
 
 
 def state_of(tokens: list[int], position: int) -> int:
@@ -178,3 +179,19 @@ def test_the_recorder_tells_what_could_not_be_written(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="Bad file descriptor"):
         recorder.settle()
     group.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_are_asked_for_each_once_and_in_turns_from_several_files(seed: int) -> None:
+    chance = random.Random(seed)
+    files = sorted(chance.choices(range(9), k=40))
+    first = chance.sample(range(40), 5)
+    order = spread(files, first)
+    assert order[:5] == first and sorted(order) == list(range(40))
+    rest = [files[row] for row in order[5:]]
+    left = Counter(rest)
+    for start, file in enumerate(rest):  # while other files of its four have rows left, a file is not asked twice in a row
+        left[file] -= 1
+        if start and rest[start - 1] == file:
+            window = sorted(set(rest)).index(file) // WRITERS
+            assert not any(left[other] for other in sorted(set(rest))[window * WRITERS : (window + 1) * WRITERS] if other != file)

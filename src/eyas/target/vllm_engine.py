@@ -140,7 +140,7 @@ class VllmEngine:
         plan.write_text(json.dumps(values))
         firsts = itertools.accumulate((len(shard.keys) for shard in group), initial=0)
         prove = [first + len(shard.keys) // 2 for first, shard in zip(firsts, group, strict=False)]
-        return {"plan": str(plan), "tokens": str(tokens), "prove": prove}
+        return {"plan": str(plan), "tokens": str(tokens), "files": [n for n, shard in enumerate(group) for _ in shard.keys], "prove": prove}
 
     def _filled(self, group: Group) -> Iterator[Filled]:
         if group.reply is None:
