@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from eyas.config import TargetSection, load
 from eyas.errors import UserError
 from eyas.features.reader import FeatureReader
-from eyas.features.shard import OpenShard, open_shard
+from eyas.features.shard import OpenShard, open_shard, read_index
 from eyas.features.verify import TOLERANCE
 from eyas.pipeline import Run
 from eyas.target.engine import Filled, Sampling, resolve_device
@@ -48,8 +48,9 @@ def vllm(spec: TargetSpec, smollm2: Path, tmp_path_factory: pytest.TempPathFacto
     section = TargetSection(path=str(smollm2), engine="vllm", python=str(VLLM_PYTHON), max_batched_tokens=512, extra=EXTRA)
     engine = VllmEngine(spec, section, VLLM_DTYPE, MAX_LENGTH, tmp_path_factory.mktemp("vllm") / "engine.log")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # 20 s less for each start
-        yield engine
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process, which starts 20 s sooner
+        engine._enter("capture")
+    yield engine
     engine.close()
 
 
@@ -114,9 +115,10 @@ def test_log_probabilities_are_those_of_transformers(vllm: VllmEngine, transform
     assert error.mean() < TOLERANCE[VLLM_DTYPE] and (error.max() < 1e-3 or torch.bfloat16 == VLLM_DTYPE)
 
 
-def test_greedy_answers_are_those_of_transformers(vllm: VllmEngine, transformers: TransformersEngine) -> None:
+def test_greedy_answers_are_those_of_transformers(vllm: VllmEngine, transformers: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.bfloat16 == VLLM_DTYPE:
         pytest.skip("two programs in bfloat16 part at near ties; compared in float32, on a CPU")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     prompts = [[1, 4093, 198, *row] for row in rows()[:4]]
     sampling = Sampling(max_new_tokens=12, temperature=0.0, top_p=1.0, seed=0)
     assert vllm.generate(prompts, sampling) == transformers.generate(prompts, sampling)
@@ -199,23 +201,19 @@ def test_an_engine_lost_in_the_middle_is_started_again_and_no_row_is_lost_or_dou
         assert "most recent call first" in engine.log.read_text(), "the stack of the process that hung"
 
 
-def test_an_engine_that_is_lost_again_and_again_is_given_up_and_named(vllm_tiny: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = vllm_tiny
-    engine.say = lambda line: None
-    engine.log_probabilities([1, 2, 3])
-    start = engine._start
-
-    def dies_at_once() -> None:
-        start()
-        assert engine.process is not None
-        os.kill(engine.process.process.pid, signal.SIGKILL)
-
-    monkeypatch.setattr(engine, "_start", dies_at_once)
-    assert engine.process is not None
-    os.kill(engine.process.process.pid, signal.SIGKILL)
+def test_an_engine_that_is_lost_again_and_again_is_given_up_and_named(tiny: TargetSpec, tmp_path: Path) -> None:
+    """A program stands for it here that starts well and then dies at once: a real one that does so each time cannot be had."""
+    program = tmp_path / "python"
+    lines = (f"#!{sys.executable}", "import os, sys", """os.write(int(sys.argv[4]), b'{"ok": {"vllm": "0"}}\\n')""", "os.kill(os.getpid(), 9)")
+    program.write_text("\n".join(lines))
+    program.chmod(0o755)
+    said: list[str] = []
+    engine = VllmEngine(
+        tiny, TargetSection(path=str(tiny.path), engine="vllm", python=str(program)), VLLM_DTYPE, MAX_LENGTH, tmp_path / "engine.log", said.append
+    )
     with pytest.raises(UserError, match=r"3 times in a row: its process ended with code -9.*engine\.log"):
         engine.log_probabilities([1, 2, 3])
-    engine.close()
+    assert len(said) == 2
 
 
 def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path, tiny: TargetSpec) -> None:
@@ -248,11 +246,12 @@ input()
     shutil.rmtree(folder)
 
 
-def test_rows_that_come_in_chunks_give_the_same_states(tiny: TargetSpec, tmp_path: Path) -> None:
+def test_rows_that_come_in_chunks_give_the_same_states(tiny: TargetSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     section = TargetSection(
         path=str(tiny.path), engine="vllm", python=str(VLLM_PYTHON), max_batched_tokens=512,
         extra={**EXTRA_TINY, "enable_chunked_prefill": True, "max_num_batched_tokens": 64},
     )  # fmt: skip
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     engine = VllmEngine(tiny, section, VLLM_DTYPE, MAX_LENGTH, tmp_path / "engine.log")
     layers = [0, 2, 4]
     some = [[token % tiny.vocab_size for token in row] for row in rows()]
@@ -283,11 +282,21 @@ def test_tensor_parallel_2_gives_the_states_of_1(tiny: TargetSpec, tmp_path: Pat
         assert relative_error(two, one) < VLLM_ERROR
 
 
-def test_a_run_with_vllm_captures_what_a_run_with_transformers_captures(tiny: TargetSpec, tmp_path: Path) -> None:
-    """The stages, not the engine alone: answers written, features stored and proved, by the run file's word."""
+def test_a_run_whose_vllm_is_killed_captures_what_a_run_with_transformers_captures(tiny: TargetSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stages, not the engine alone: answers written, features stored and proved, by the run file's word; vLLM's engine is killed while it extracts."""
     if torch.bfloat16 == VLLM_DTYPE:
         pytest.skip("greedy answers, and so rows, are the same in float32 alone; compared on a CPU")
-    stores = {}
+    send, killed = VllmEngine._send, []
+
+    def send_and_kill(self: VllmEngine, **command: Any) -> None:
+        send(self, **command)
+        if command["do"] == "capture" and not killed:
+            killed.extend(children(self))
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+
+    monkeypatch.setattr(VllmEngine, "_send", send_and_kill)
+    stores, orders = {}, {}
     for engine in ("transformers", "vllm"):
         folder = tmp_path / engine
         folder.mkdir()
@@ -299,8 +308,10 @@ def test_a_run_with_vllm_captures_what_a_run_with_transformers_captures(tiny: Ta
         run.up_to("extract")
         reader = FeatureReader(run.folder / "features")
         stores[engine] = {key: reader.row(key) for key in reader.places}
+        orders[engine] = [key for entry in read_index(run.folder / "features") for key in entry.keys]
+    assert killed and "It is started again" in (run.folder / "log.txt").read_text()
     assert stores["vllm"].keys() == stores["transformers"].keys(), "the same greedy answers, so the same rows"
+    assert sorted(orders["vllm"]) == sorted(stores["transformers"]), "each row once"
     for key, row in stores["vllm"].items():
         for name in ("aux", "last"):
-            one, other = getattr(row, name), getattr(stores["transformers"][key], name)
-            assert relative_error(one, other) < 1e-5
+            assert relative_error(getattr(row, name), getattr(stores["transformers"][key], name)) < 1e-5

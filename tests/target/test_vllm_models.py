@@ -6,6 +6,7 @@ transformers, which wrote the weights, is the reference, in float32. What needs 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from conftest import VLLM_DTYPE, VLLM_ERROR, VLLM_PYTHON, make_tiny_target
 from safetensors.torch import load_file, save_file
 
 from eyas.config import TargetSection
+from eyas.errors import UserError
 from eyas.features.verify import TOLERANCE, capture_error
 from eyas.target.embeddings import read_head
 from eyas.target.spec import read_spec
@@ -184,6 +186,12 @@ def test_states_are_those_of_transformers_and_prove_themselves(name: str, tmp_pa
     )
     engine = VllmEngine(spec, section, VLLM_DTYPE, 160, tmp_path / "engine.log")
     try:
+        try:
+            engine._enter("capture")
+        except UserError as error:
+            if "EYAS_VLLM_PYTHON" in os.environ and "while starting" in str(error):
+                pytest.skip(f"this vLLM cannot run it here: {error}")  # the vLLM that CI pins can
+            raise
         found = engine.capture(rows(), layers)
         own = engine.log_probabilities(rows()[3])
     finally:

@@ -8,6 +8,7 @@ Legend: T tokens of a row, L captured layers, D hidden width.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import os
@@ -213,6 +214,7 @@ class VllmEngine:
         if self.folder is None:
             shared = Path("/dev/shm")
             self.folder = Path(tempfile.mkdtemp(prefix="eyas-", dir=shared if os.access(shared, os.W_OK) else None))
+            atexit.register(self.close)
             for name in WORKER_FILES:
                 (self.folder / "eyas" / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(Path(eyas.__file__).parent / name, self.folder / "eyas" / name)
@@ -330,6 +332,4 @@ class VllmEngine:
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder = None
-
-    def __del__(self) -> None:
-        self.close()
+        atexit.unregister(self.close)

@@ -20,6 +20,8 @@ from typing import Any
 
 POLL_SECONDS = 0.2
 ABORT_SECONDS = 5.0  # for a hung process to write its stack
+CHILD_SECONDS = 20.0  # of silence after a process of the session has ended
+WORKED_SECONDS = 1.0  # of CPU time, that make a process of the session one that matters
 BUSY = 0.1  # share of one core that counts as work; threads that only wait for news use about 0.01
 
 
@@ -59,8 +61,10 @@ class WorkerProcess:
     def receive(self, hang_seconds: float, sign_of_life: Callable[[], Any]) -> Any:
         """The next reply. `sign_of_life` is asked about five times a second; silence is when what it returns and the log both stay as they are.
 
-        Raises Lost if the process ends, or is silent for `hang_seconds` (its stack is then in the log, and it is gone); Failed for an error it reports.
+        Raises Lost if the process ends, or is silent for `hang_seconds` (its stack is then in the log, and it is gone), or for CHILD_SECONDS after one that
+        it had started ended, for vLLM does not always notice; Failed for an error it reports.
         """
+        workers = {pid: _name(pid) for pid in self._pids() if _stat(pid)[2] > WORKED_SECONDS}
         sign, since = (sign_of_life(), self._log_size()), time.monotonic()
         while b"\n" not in self.buffer:
             if select.select([self.read_end], [], [], POLL_SECONDS)[0]:
@@ -74,6 +78,9 @@ class WorkerProcess:
                 sign, since = now, time.monotonic()
             elif time.monotonic() - since > hang_seconds:
                 raise Lost(self._abort(time.monotonic() - since))
+            elif time.monotonic() - since > CHILD_SECONDS and (gone := sorted(workers.keys() - set(self._pids()))):
+                self.stop(0.0)
+                raise Lost(f"its process {gone[0]} ({workers[gone[0]]}) ended and it did not go on")
         line, _, self.buffer = self.buffer.partition(b"\n")
         reply = json.loads(line)
         if "error" in reply:
@@ -157,6 +164,14 @@ def _stat(pid: int) -> tuple[str, int, float]:
     except (FileNotFoundError, ProcessLookupError):
         return "X", 0, 0.0
     return fields[0], int(fields[3]), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _name(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/comm") as file:
+            return file.read().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return "?"
 
 
 def _shared_memory(pid: int) -> set[str]:
