@@ -60,7 +60,6 @@ class Group:
     shards: list[OpenShard]
     arguments: dict[str, Any]
     reply: dict[str, Any] | None = None  # what came back once all rows were read
-    missing: list[int] | None = None  # rows that did not come, once that was asked for
 
 
 class VllmEngine:
@@ -263,6 +262,7 @@ class VllmEngine:
                     "max_tokens": arguments["max_num_batched_tokens"],
                     "beat": str(self.beat),
                     "written": str(self.written),
+                    "parent": os.getpid(),
                 }
             )
         )

@@ -6,9 +6,9 @@ Of Eyas it needs only this file, tap.py and errors.py; else vllm, torch, safeten
     python -m eyas.target.vllm_worker JOB.json FD
 
 JOB holds {"engine": arguments of LLM, "num_layers", "max_tokens" of one forward, "beat": a file that each forward touches, "written": a file that gets a
-JSON line for each shard whose states are all written}. Commands come as JSON lines on stdin, replies go as JSON lines to the file descriptor FD, because
-vLLM prints to the other two. States never pass through here: the process that holds the model writes them straight to their places in shard files that
-Eyas has laid out.
+JSON line for each shard whose states are all written, "parent": the process that started this one}. Commands come as JSON lines on stdin, replies go as
+JSON lines to the file descriptor FD, because vLLM prints to the other two. States never pass through here: the process that holds the model writes them
+straight to their places in shard files that Eyas has laid out.
 
 Legend: T tokens of a row, A aux layers, D hidden width, n tokens of one forward.
 """
@@ -402,9 +402,8 @@ def _log_probabilities(output: Any, row: list[int]) -> list[float]:
     return [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], row[1:], strict=True)]
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(parent: int) -> None:
     """If Eyas is killed, so is this process with all that vLLM has started: nothing may stay on the GPUs."""
-    parent = os.getppid()
     while os.getppid() == parent:
         time.sleep(1.0)
     os.killpg(0, signal.SIGKILL)
@@ -414,7 +413,7 @@ def main() -> None:
     with open(sys.argv[1]) as file:
         job = json.load(file)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # an engine that hangs is ended by SIGABRT, for its stack; a dump of 100 GB must not follow
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(job["parent"],), daemon=True).start()
     with os.fdopen(int(sys.argv[2]), "w", buffering=1) as replies:
         try:
             import vllm

@@ -20,6 +20,7 @@ from typing import Any
 
 POLL_SECONDS = 0.2
 ABORT_SECONDS = 5.0  # for a hung process to write its stack
+GONE_SECONDS = 10.0  # for what was killed to give back its GPU's memory
 CHILD_SECONDS = 20.0  # of silence after a process of the session has ended
 WORKED_SECONDS = 1.0  # of CPU time, that make a process of the session one that matters
 BUSY = 0.1  # share of one core that counts as work; threads that only wait for news use about 0.01
@@ -116,6 +117,9 @@ class WorkerProcess:
         for pid in pids:
             _signal(pid, signal.SIGKILL)
         self.process.wait()
+        end = time.monotonic() + GONE_SECONDS
+        while self._pids() and time.monotonic() < end:
+            time.sleep(0.05)
         for name in shared:  # who is killed leaves it behind
             with contextlib.suppress(OSError):
                 os.unlink(name)
