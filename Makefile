@@ -58,7 +58,7 @@ lint: env ## ruff and mypy
 	.venv/bin/mypy
 
 test: env env-vllm model lint ## everything that is checked: lint, then the tests, with a real model and a real vLLM
-	.venv/bin/pytest -q
+	.venv/bin/pytest -q --durations=20
 
 docs: env ## docs/run-file.md, from the descriptions in src/eyas/config.py
 	@.venv/bin/python -m eyas.config >docs/run-file.md.part && mv docs/run-file.md.part docs/run-file.md && echo "Wrote docs/run-file.md."

@@ -52,7 +52,7 @@ def main() -> None:
 def run_file(path: str, python: Path, log: Path, expression: str) -> tuple[str, bool]:
     """(what pytest said in a few words, whether anything failed)."""
     start = time.monotonic()
-    words = [sys.executable, "-m", "pytest", "-v", "-rs", "-p", "no:warnings", path, *(["-k", expression] if expression else [])]
+    words = [sys.executable, "-m", "pytest", "-v", "-rs", "-p", "no:warnings", "-m", "", path, *(["-k", expression] if expression else [])]
     with open(log, "w") as out:
         code = subprocess.run(words, cwd=ROOT, env={**os.environ, "EYAS_VLLM_PYTHON": str(python)}, stdout=out, stderr=out, check=False).returncode
     counts = re.findall(r"(\d+) (passed|failed|skipped|error)", log.read_text().splitlines()[-1])

@@ -158,7 +158,7 @@ def with_config(**changes: Any) -> Callable[[Path], object]:
         (cut, ["model.safetensors", "cut short"]),
         (without("config.json"), ["config.json does not exist"]),
         (lambda folder: (folder / "config.json").write_text("{"), ["config.json is not JSON"]),
-        (lambda folder: (folder / "config.json").write_text("{}"), ["does not state num_hidden_layers"]),
+        (lambda folder: (folder / "config.json").write_text("{}"), ["does not state model_type"]),
         (with_config(num_hidden_layers="six"), ["num_hidden_layers"]),
         (without("chat_template.jinja"), ["no chat template", "chat_template.jinja"]),
         (without("tokenizer.json"), ["tokenizer"]),
