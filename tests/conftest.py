@@ -118,6 +118,14 @@ def make_run(tmp_path: Path, tiny_target: Path) -> Callable[..., Path]:
     return make
 
 
+def shift_norms(model: torch.nn.Module, generator: torch.Generator, size: float = 0.5) -> None:
+    """Norms of ones would let a doubled norm pass: normalising twice is then normalising once."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * size)
+
+
 def assert_same_states(found: list[torch.Tensor], truth: list[torch.Tensor], layers: list[int]) -> None:
     """States of rows, [T, L, D] each, of SmolLM2: at each layer all rows together within VLLM_ERROR, each row alone within ten times that.
 

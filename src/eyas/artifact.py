@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,17 @@ def whole_lines(path: Path) -> list[bytes]:
     if end < len(data):
         os.truncate(path, end)
     return data[:end].splitlines()
+
+
+def append_lines(path: Path, values: Iterable[Any]) -> None:
+    """Adds JSON lines, synced; a process that dies here leaves at most an unfinished last line, which `whole_lines` cuts off."""
+    new = not path.exists()
+    with open(path, "ab") as file:
+        file.write("".join(json.dumps(value) + "\n" for value in values).encode())
+        file.flush()
+        os.fsync(file.fileno())
+    if new:
+        fsync_folder(path.parent)
 
 
 def hash_json(value: Any) -> str:

@@ -59,7 +59,7 @@ def test_killed_between_shard_and_index_leaves_a_stray_that_is_removed(two_shard
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(eyas.features.shard, "_append", dies)
+        patch.setattr(eyas.features.shard, "append_lines", dies)
         with pytest.raises(KeyboardInterrupt):
             write_shard(two_shards, 2, [row("d")])
     assert (two_shards / "shard-00002.safetensors").exists()

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from eyas.prepare.ask import FILE, Asker
+from eyas.prepare.ask import FILE, Asker, Writer
 from eyas.prepare.chat import Chat, load_chat
 from eyas.prepare.regenerate import count_open, next_open, write_answers
 from eyas.prepare.sources import Conversation, with_open_answers
 from eyas.progress import Reporter, Task
-from eyas.target.engine import Answer, Sampling, TargetEngine
+from eyas.target.engine import Answer, Sampling
 from eyas.target.spec import TargetSpec, read_spec
 from eyas.target.transformers_engine import TransformersEngine
 
@@ -51,12 +51,6 @@ class FakeEngine:
             answers.append(Answer(tokens, "stop") if len(tokens) <= self.length else Answer(tokens[: self.length], "length"))
         return answers
 
-    def capture(self, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> list[torch.Tensor]:
-        raise NotImplementedError
-
-    def log_probabilities(self, row: Sequence[int]) -> torch.Tensor:
-        raise NotImplementedError
-
 
 @pytest.fixture(scope="module")
 def spec(tiny_target: Path) -> TargetSpec:
@@ -85,7 +79,7 @@ def talks(number: int, turns: int = 1) -> list[Conversation]:
 
 
 def write(
-    conversations: list[Conversation], chat: Chat, engine: TargetEngine, folder: Path, sampling: Sampling = SAMPLED, batch: int = 4, setting: str = "w"
+    conversations: list[Conversation], chat: Chat, engine: Writer, folder: Path, sampling: Sampling = SAMPLED, batch: int = 4, setting: str = "w"
 ) -> tuple[list[Conversation], Counter[str]]:
     folder.mkdir(exist_ok=True)
     counts: Counter[str] = Counter()

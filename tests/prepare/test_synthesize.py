@@ -20,12 +20,12 @@ from eyas.artifact import read_manifest
 from eyas.config import load
 from eyas.errors import UserError
 from eyas.pipeline import Run
-from eyas.prepare.ask import FILE, Asker
+from eyas.prepare.ask import FILE, Asker, Writer
 from eyas.prepare.chat import Chat, load_chat
 from eyas.prepare.run import PROMPTS, read_rows
 from eyas.prepare.synthesize import SENTINEL, EmptyTurn, Synthesis, empty_turn, synthesize
 from eyas.progress import Reporter
-from eyas.target.engine import Answer, Sampling, TargetEngine
+from eyas.target.engine import Answer, Sampling
 from eyas.target.spec import TargetSpec, read_spec
 from eyas.target.transformers_engine import TransformersEngine
 
@@ -67,12 +67,6 @@ class FakeUser:
         self.samplings.append(sampling)
         return [Answer(self.chat.ids("the cat"), "length") if text is None else Answer([*self.chat.ids(text), STOP], "stop") for text in said]
 
-    def capture(self, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> list[torch.Tensor]:
-        raise NotImplementedError
-
-    def log_probabilities(self, row: Sequence[int]) -> torch.Tensor:
-        raise NotImplementedError
-
     def close(self) -> None:
         pass
 
@@ -94,7 +88,7 @@ def with_template(target: Path, template: str, *added: str | AddedToken) -> Chat
     return Chat(tokenizer, (STOP,))
 
 
-def write(num: int, chat: Chat, engine: TargetEngine, folder: Path, given: set[str] | None = None, batch: int = 4, max_length: int = 64) -> Synthesis:
+def write(num: int, chat: Chat, engine: Writer, folder: Path, given: set[str] | None = None, batch: int = 4, max_length: int = 64) -> Synthesis:
     folder.mkdir(exist_ok=True)
     asker, reporter = Asker(engine, batch, {}, folder), Reporter(folder)
     return synthesize(num, empty_turn(chat), chat, asker, LIMIT, max_length, given or set(), lambda n: reporter.task(folder, "user turns", n, "turns"))

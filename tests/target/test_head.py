@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_tiny_target
+from conftest import make_tiny_target, shift_norms
 from draft_helpers import relative_error
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, GemmaConfig, GemmaForCausalLM
@@ -40,13 +40,8 @@ TOKENS = [1, 50, 60, 70, 17, 300, 9, 120, 33, 2, 5, 5]
 
 
 def with_random_norms(folder: Path) -> Path:
-    """Final norms of ones would let a doubled norm pass: normalising twice is then normalising once."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.5)
+    shift_norms(model, torch.Generator().manual_seed(0))
     model.save_pretrained(folder)
     return folder
 
@@ -181,10 +176,7 @@ def test_what_stands_between_layer_n_and_the_logits_is_what_transformers_has(kin
     causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     model = (AutoModelForCausalLM if causal else AutoModel).from_config(config_of(kind)).eval()
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.5)
+    shift_norms(model, generator)
     model.save_pretrained(tmp_path)
     own_head = torch.randn(320, 32, generator=generator)
     if not causal:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import VLLM_DTYPE, VLLM_ERROR, VLLM_PYTHON, make_tiny_target
+from conftest import VLLM_DTYPE, VLLM_ERROR, VLLM_PYTHON, make_tiny_target, shift_norms
 from safetensors.torch import load_file, save_file
 
 from eyas.config import TargetSection
@@ -154,15 +154,11 @@ ALWAYS = ("gemma2", "deepseek_v3", "kimi_k25", "qwen3_tied", "granite_hybrid")  
 
 
 def make_target(kind: Kind, folder: Path) -> Any:
-    """Writes the model with the tiny tokenizer, and returns it. Norms are not left at ones: normalising twice would then be normalising once."""
+    """Writes the model with the tiny tokenizer, and returns it."""
     make_tiny_target(folder)
     torch.manual_seed(0)
     model = kind.build().to(torch.float32).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    shift_norms(model, torch.Generator().manual_seed(1), 0.3)
     model.generation_config.eos_token_id = 2
     model.save_pretrained(folder)
     kind.finish(folder)

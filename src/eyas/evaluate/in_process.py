@@ -6,14 +6,13 @@ rows.jsonl keeps a line a prompt, so that an interrupted evaluation goes on with
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from eyas.artifact import whole_lines
+from eyas.artifact import append_lines, whole_lines
 from eyas.evaluate.prompts import Prompt
 from eyas.evaluate.simulate import Acceptance, nothing, simulate_answer
 from eyas.evaluate.speculate import plain_decode, speculative_decode
@@ -35,7 +34,7 @@ def measure_in_process(context: Context, prompts: list[Prompt], exported: Export
     embedding = read_head(context.spec).embedding.to(device, dtype)
     exported = ExportedDraft(exported.draft.to(device, dtype), exported.ids.to(device))
     done = _read_rows(context.folder / ROWS)
-    with context.reporter.task(context.folder, "evaluate", len(prompts), "prompts") as task, open(context.folder / ROWS, "ab") as file:
+    with context.reporter.task(context.folder, "evaluate", len(prompts), "prompts") as task:
         task.skip(sum(prompt.id in done for prompt in prompts))
         todo = [prompt for prompt in prompts if prompt.id not in done]
         if todo:  # the first forward pays for what is set up once
@@ -43,10 +42,8 @@ def measure_in_process(context: Context, prompts: list[Prompt], exported: Export
         for number, prompt in enumerate(todo):
             row = _measure(engine, exported, embedding, prompt, stop_ids, section.max_new_tokens, k, number % 2 == 1)
             done[prompt.id] = row
-            file.write((json.dumps(row) + "\n").encode())
-            file.flush()
-            os.fsync(file.fileno())
-            task.advance(1, f"acceptance length {_acceptance(row['measured']).length or 0:.2f} on {prompt.id}")
+            append_lines(context.folder / ROWS, [row])
+            task.advance(1, f"acceptance length {Acceptance.of(row['measured']).length or 0:.2f} on {prompt.id}")
     rows = [done[prompt.id] for prompt in prompts]
     return {
         **_summary(rows, k),
@@ -94,14 +91,10 @@ def _measure(
     }
 
 
-def _acceptance(values: dict[str, Any]) -> Acceptance:
-    return Acceptance(values["rounds"], tuple(values["drafted"]), tuple(values["accepted"]))
-
-
 def _summary(rows: list[dict[str, Any]], num_draft_tokens: int) -> dict[str, Any]:
     measured, simulated = nothing(num_draft_tokens), nothing(num_draft_tokens)
     for row in rows:
-        measured, simulated = measured + _acceptance(row["measured"]), simulated + _acceptance(row["simulated"])
+        measured, simulated = measured + Acceptance.of(row["measured"]), simulated + Acceptance.of(row["simulated"])
     plain = sum(len(row["answer"]) for row in rows) / sum(row["plain_seconds"] for row in rows)
     drafted = sum(row["drafted_tokens"] for row in rows) / sum(row["seconds"] for row in rows)
     return {

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from eyas.artifact import whole_lines
+from eyas.artifact import append_lines, whole_lines
 from eyas.config import EvaluateSection
 from eyas.evaluate.prompts import Prompt
 from eyas.evaluate.serve import Server, between, server_arguments
@@ -66,10 +65,7 @@ class Parts:
         return self.found[name]
 
     def keep(self, name: str, value: Any) -> None:
-        with open(self.path, "ab") as file:
-            file.write((json.dumps({name: value}) + "\n").encode())
-            file.flush()
-            os.fsync(file.fileno())
+        append_lines(self.path, [{name: value}])
         self.found[name] = value
 
 
@@ -176,10 +172,10 @@ SPEEDS = ("tokens_per_second", "plain_tokens_per_second", "speedup")
 def _figures(passes: list[Pass], num_draft_tokens: int, parts: Parts) -> dict[str, Any]:
     drafted, plain = ([parts[f"{side} {each.name}"] for each in passes] for side in ("draft", "plain"))
     ids = [prompt.id for each in passes for prompt in each.prompts]
-    measured = sum((_acceptance(part["acceptance"]) for part in drafted), nothing(num_draft_tokens))
+    measured = sum((Acceptance.of(part["acceptance"]) for part in drafted), nothing(num_draft_tokens))
     simulated = nothing(num_draft_tokens)
     if "simulated" in parts:
-        simulated = sum((_acceptance(parts["simulated"][name]) for name in ids), simulated)
+        simulated = sum((Acceptance.of(parts["simulated"][name]) for name in ids), simulated)
     apart = [tie for tie in parts["ties"] if tie["id"] in ids]
     speed, plain_speed = (sum(part["num_tokens"] for part in side) / sum(part["seconds"] for part in side) for side in (drafted, plain))
     return {
@@ -237,7 +233,3 @@ def _ties(server: Server, passes: list[Pass], parts: Parts, limit: float) -> lis
                     gap = abs(best[plain[position]] - best[drafted[position]])
             found.append({"id": prompt.id, "position": position, "gap_nats": gap, "rounding": gap is not None and gap <= limit})
     return found
-
-
-def _acceptance(values: dict[str, Any]) -> Acceptance:
-    return Acceptance(values["rounds"], tuple(values["drafted"]), tuple(values["accepted"]))

@@ -13,6 +13,7 @@ Legend: R rows, K steps.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -46,6 +47,11 @@ class Acceptance:
     def survival(self) -> list[float | None]:
         """Cumulative rates: of all rounds, the share that accepted positions 0 to k."""
         return [accepted / self.rounds if self.rounds else None for accepted in self.accepted]
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Acceptance:
+        """From its fields as JSON gives them back."""
+        return cls(values["rounds"], tuple(values["drafted"]), tuple(values["accepted"]))
 
     def __add__(self, other: Acceptance) -> Acceptance:
         return Acceptance(

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 
-from eyas.artifact import fsync_folder, hash_file, whole_lines
+from eyas.artifact import append_lines, fsync_folder, hash_file, whole_lines
 from eyas.errors import UserError
 
 INDEX = "index.jsonl"
@@ -141,7 +141,7 @@ def enter(folder: Path, shard: OpenShard, checksum: str) -> ShardEntry:
     shard.part.replace(shard.path)
     fsync_folder(folder)
     entry = ShardEntry(shard.path.name, shard.path.stat().st_size, checksum, shard.keys, [len(tokens) for tokens in shard.tokens])
-    _append(folder, entry.__dict__)
+    append_lines(folder / INDEX, [entry.__dict__])
     return entry
 
 
@@ -160,7 +160,7 @@ def open_index(folder: Path, capture: dict[str, Any]) -> list[ShardEntry]:
     if not lines or _parsed(path, lines[0]).get("capture") != capture:
         path.unlink(missing_ok=True)
         entries = []
-        _append(folder, {"capture": capture})
+        append_lines(path, [{"capture": capture}])
     else:
         entries = [_entry(path, line) for line in lines[1:]]
     listed = {entry.file for entry in entries}
@@ -210,14 +210,3 @@ def check_shard(folder: Path, entry: ShardEntry) -> None:
             f"{path} is damaged: its checksum is not the one in {INDEX}. Delete it and {folder / 'manifest.json'}, then run `eyas extract`: it captures "
             f"only what is missing."
         )
-
-
-def _append(folder: Path, entry: dict[str, Any]) -> None:
-    path = folder / INDEX
-    new = not path.exists()
-    with open(path, "ab") as file:
-        file.write((json.dumps(entry) + "\n").encode())
-        file.flush()
-        os.fsync(file.fileno())
-    if new:
-        fsync_folder(folder)

@@ -7,22 +7,29 @@ next batch, and a batch is written whole or again, so that resuming changes noth
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
-from eyas.artifact import hash_json, whole_lines
+from eyas.artifact import append_lines, hash_json, whole_lines
 from eyas.progress import Task
-from eyas.target.engine import Answer, Sampling, TargetEngine
+from eyas.target.engine import Answer, Sampling
 
 FILE = "answers.jsonl"
+
+
+class Writer(Protocol):
+    """The part of a target's engine that writes."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Answer]: ...
 
 
 class Asker:
     """Asks `engine`, `batch` prompts at once, and remembers in `folder`. setting: what else an answer depends on (the target, its precision)."""
 
-    def __init__(self, engine: TargetEngine, batch: int, setting: dict[str, str], folder: Path) -> None:
+    def __init__(self, engine: Writer, batch: int, setting: dict[str, str], folder: Path) -> None:
         self.engine, self.batch, self.setting, self.path = engine, batch, setting, folder / FILE
         entries = [json.loads(line) for line in whole_lines(self.path)]
         self.known = {entry["key"]: Answer(entry["tokens"], entry["finish"]) for entry in entries}
@@ -44,10 +51,7 @@ class Asker:
         else:
             seed = int(hash_json([sampling.seed, keys])[:12], 16)
             answers = self.engine.generate(prompts, replace(sampling, seed=seed))
-            with open(self.path, "ab") as file:
-                file.write("".join(json.dumps({"key": key, **answer.__dict__}) + "\n" for key, answer in zip(keys, answers, strict=True)).encode())
-                file.flush()
-                os.fsync(file.fileno())
+            append_lines(self.path, [{"key": key, **answer.__dict__} for key, answer in zip(keys, answers, strict=True)])
             self.known.update(zip(keys, answers, strict=True))
             task.advance(len(prompts), f"{sum(len(answer.tokens) for answer in answers):,} tokens in the last batch")
         return [self.known[key] for key in keys]
