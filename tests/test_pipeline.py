@@ -238,13 +238,13 @@ import os, signal, sys
 import eyas.features.shard as shard
 from eyas.config import load
 from eyas.pipeline import Run
-real, calls = shard._append, []
-def append(folder, entry):
-    calls.append(entry)
+real, calls = shard.append_lines, []
+def append(path, values):
+    calls.append(path)
     if len(calls) == 4:  # the first says what is captured, then one a shard
         os.kill(os.getpid(), signal.SIGKILL)
-    real(folder, entry)
-shard._append = append
+    real(path, values)
+shard.append_lines = append
 from pathlib import Path
 Run(load(Path(sys.argv[1]), [])).up_to("extract")
 """
@@ -255,8 +255,8 @@ def test_kill_9_between_a_shard_and_its_entry_loses_that_shard_alone_and_gives_n
     target = make_tiny_target(tmp_path / "target", num_layers=3, hidden_size=256)
     path = write_run(tmp_path, target, [conversation(n, 1 + n % 2) for n in range(23)], features={"shard_mib": 1, "batch_tokens": 64, "dtype": "float32"})
     environment = os.environ | {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    code = subprocess.run([sys.executable, "-c", KILL, str(path)], env=environment, capture_output=True, timeout=120).returncode
-    assert code == -signal.SIGKILL
+    killed = subprocess.run([sys.executable, "-c", KILL, str(path)], env=environment, capture_output=True, text=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     features = tmp_path / "runs" / "run" / "features"
     assert not (features / "manifest.json").exists() and (features / "shard-00002.safetensors").exists()
     complete = [features / f"shard-{number:05d}.safetensors" for number in (0, 1)]
