@@ -13,18 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from eyas.draft.attention import cached_attention
+from eyas.draft.fused import fused
+from eyas.draft.product import GatedMLP, Linear
 from eyas.draft.rope import Rope, rotate
 from eyas.draft.shape import DraftShape
-
-
-class Linear(nn.Linear):
-    """Multiplies in the input's dtype; the weight stays float32."""
-
-    def __init__(self, width_in: int, width_out: int) -> None:
-        super().__init__(width_in, width_out, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
 
 
 class RMSNorm(nn.Module):
@@ -36,7 +28,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
+
+
+@fused
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -49,17 +46,6 @@ class Attention(nn.Module):
         self.o_proj = Linear(shape.num_attention_heads * shape.head_dim, shape.hidden_size)
 
 
-class MLP(nn.Module):
-    def __init__(self, shape: DraftShape) -> None:
-        super().__init__()
-        self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size)
-        self.up_proj = Linear(shape.hidden_size, shape.intermediate_size)
-        self.down_proj = Linear(shape.intermediate_size, shape.hidden_size)
-
-    def forward(self, x_RD: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_RD)) * self.up_proj(x_RD))
-
-
 class DecoderLayer(nn.Module):
     """In parts, because training needs keys and values of all positions but queries, MLP and head of supervised rows only."""
 
@@ -70,7 +56,7 @@ class DecoderLayer(nn.Module):
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.self_attn = Attention(shape)
-        self.mlp = MLP(shape)
+        self.mlp = GatedMLP(shape.hidden_size, shape.intermediate_size)
 
     def read(self, embedding_RD: torch.Tensor, hidden_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """-> what q, k and v read [R, 2D], and the residual [R, D]."""
