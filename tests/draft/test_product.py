@@ -67,3 +67,12 @@ def test_the_cast_follows_the_weight(device: torch.device) -> None:
     assert torch.equal(layer.weight_in(torch.bfloat16), layer.weight.detach().bfloat16()) and not torch.equal(layer.weight_in(torch.bfloat16), first)
     layer.load_state_dict({"weight": torch.ones(4, 4)})
     assert torch.equal(layer.weight_in(torch.bfloat16), torch.ones(4, 4, device=device, dtype=torch.bfloat16))
+
+
+def test_what_was_cast_while_measuring_serves_in_training(device: torch.device) -> None:
+    layer = Linear(4, 4).to(device)
+    x = torch.randn(2, 4, device=device, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        layer(x)
+    layer(x).float().sum().backward()
+    assert layer.weight.grad is not None

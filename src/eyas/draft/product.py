@@ -32,7 +32,8 @@ class Linear(nn.Linear):
         """The weight in `dtype`, cast anew only if it has changed."""
         version = self.weight._version
         if self.cast is None or self.cast[0] != version or self.cast[1].dtype != dtype or self.cast[1].device != self.weight.device:
-            self.cast = version, self.weight.detach().to(dtype)
+            with torch.inference_mode(False):  # kept beyond a measurement under inference mode, and then needed for training
+                self.cast = version, self.weight.detach().to(dtype)
         return self.cast[1]
 
 
