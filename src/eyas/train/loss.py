@@ -72,7 +72,7 @@ class _ChunkedLoss(torch.autograd.Function):
         weights: list[float], sums: torch.Tensor, *rows: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         head = head_weight.to(rows[0].dtype)
-        grad_head = torch.zeros_like(head_weight)
+        grad_head = torch.zeros_like(head_weight) if ctx.needs_input_grad[0] else head_weight.new_empty(0)
         grad_rows = [torch.empty_like(row) for row in rows]
         loss = torch.zeros((), dtype=torch.float32, device=head.device)
         for chunk in chunks:
@@ -84,7 +84,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 loss += weights[k] * cross_entropy_C.sum()
                 sums[:, k] += torch.stack((counts_C.sum(dtype=torch.float64), cross_entropy_C.sum(dtype=torch.float64), agreed_C.sum(dtype=torch.float64)))
                 grad_rows[k][part] = grad_logits @ head
-                add_product(grad_head, grad_logits.T, row[part])
+                if ctx.needs_input_grad[0]:
+                    add_product(grad_head, grad_logits.T, row[part])
         ctx.save_for_backward(grad_head, *grad_rows)
         return loss
 
@@ -92,7 +93,16 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (scale,) = grads
         grad_head, *grad_rows = ctx.saved_tensors
-        return grad_head * scale, None, None, None, None, None, None, *(grad * scale.to(grad.dtype) for grad in grad_rows)
+        return (
+            (grad_head * scale if ctx.needs_input_grad[0] else None),
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            *(grad * scale.to(grad.dtype) for grad in grad_rows),
+        )
 
 
 @fused
