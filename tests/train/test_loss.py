@@ -14,7 +14,7 @@ from eyas.draft.model import Draft
 from eyas.features.shard import FeatureRow
 from eyas.target.embeddings import TargetHead
 from eyas.train.batch import Batch, make_batch
-from eyas.train.loop import Materials, optimizer_step
+from eyas.train.loop import Materials, optimizer_step, steps_of
 from eyas.train.loss import Teacher, draft_loss
 from eyas.train.optim import make_optimizer
 from eyas.train.unroll import StepOutput, unroll
@@ -161,7 +161,8 @@ def step_gradients(rows: list[FeatureRow], split: list[int], draft: Draft) -> tu
     for size in split:
         keys.append([row.key for row in rows[start : start + size]])
         start += size
-    sums, norm = optimizer_step(draft, make_optimizer(draft, section, torch.float32), materials, section, keys, 0.0)
+    (step,) = steps_of(materials, section, [keys])
+    sums, norm = optimizer_step(draft, make_optimizer(draft, section, torch.float32), materials, section, step, 0.0)
     return gradients(draft), sums.rows.tolist(), norm
 
 

@@ -13,7 +13,7 @@ Legend: T positions of the pack, R rows, A aux layers, D hidden width, K steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,12 +62,25 @@ class Batch:
         return len(self.next_T)
 
     def to(self, device: torch.device) -> Batch:
-        def there(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(device, non_blocking=True)
+        return self._with(lambda tensor: tensor.to(device, non_blocking=True))
 
-        moved = {name: there(value) for name, value in self.__dict__.items() if isinstance(value, torch.Tensor)}
-        chunks = [Chunk(chunk.start, chunk.end, there(chunk.needed_N), there(chunk.where_KC)) for chunk in self.chunks]
-        return Batch(**moved, documents=self.documents, chunks=chunks)
+    def pinned(self) -> Batch:
+        """In memory that a GPU can copy from while others go on."""
+        return self._with(torch.Tensor.pin_memory)
+
+    def used_on(self, stream: torch.cuda.Stream) -> None:
+        """Tells the allocator, should this have been made on another stream, to keep it until `stream` has passed its last use."""
+
+        def told(tensor: torch.Tensor) -> torch.Tensor:
+            tensor.record_stream(stream)
+            return tensor
+
+        self._with(told)
+
+    def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        changed = {name: change(value) for name, value in self.__dict__.items() if isinstance(value, torch.Tensor)}
+        chunks = [Chunk(chunk.start, chunk.end, change(chunk.needed_N), change(chunk.where_KC)) for chunk in self.chunks]
+        return Batch(**changed, documents=self.documents, chunks=chunks)
 
 
 def countable_steps(supervised_T: torch.Tensor, num_steps: int) -> torch.Tensor:

@@ -107,7 +107,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 @fused
 def compare(
-    logits_CV: torch.Tensor, teacher_NV: torch.Tensor, where_C: torch.Tensor, counts_C: torch.Tensor, weight: float, softcap: float | None
+    logits_CV: torch.Tensor, teacher_NV: torch.Tensor, where_C: torch.Tensor, counts_C: torch.Tensor, weight_C: torch.Tensor, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> cross-entropy of each row that counts, whether it agrees with its teacher on the likeliest token, and the weighted gradient of the logits."""
     teacher_CV = teacher_NV[where_C].float()
@@ -117,5 +117,5 @@ def compare(
     log_q_CV = logits_CV.float().log_softmax(-1)
     cross_entropy_C = -(p_CV * log_q_CV).sum(-1) * counts_C
     agreed_C = (log_q_CV.argmax(-1) == teacher_CV.argmax(-1)) & counts_C
-    grad_CV = ((log_q_CV.exp() - p_CV) * (weight * counts_C)[:, None]).to(logits_CV.dtype)
+    grad_CV = ((log_q_CV.exp() - p_CV) * weight_C[:, None]).to(logits_CV.dtype)
     return cross_entropy_C, agreed_C, grad_CV

@@ -56,6 +56,6 @@ def unroll(draft: Draft, embedding: torch.Tensor, batch: Batch, num_steps: int) 
             own_keys.append(own_key)
             own_values.append(own_value)
         attended_RHd = attend(layer.queries(x_RE, cos_sin), own_keys=own_keys, own_values=own_values, rows_R=batch.rows_R)
-        normed_RD, hidden_RD = draft.outputs(layer.finish(attended_RHd, residual_RD))
+        normed_RD, hidden_RD = draft.outputs(*layer.finish(attended_RHd, residual_RD))
         steps.append(StepOutput(normed_RD, at_R, batch.num_steps_R > k))
     return steps
