@@ -80,7 +80,9 @@ class _ChunkedLoss(torch.autograd.Function):
             teacher_NV = teacher.logits(last_TD[chunk.needed_N])
             for k, row in enumerate(rows):
                 counts_C = counts_KR[k, part]
-                cross_entropy_C, agreed_C, grad_logits = compare(row[part] @ head.T, teacher_NV, chunk.where_KC[k], counts_C, weights[k], teacher.head.softcap)
+                cross_entropy_C, agreed_C, grad_logits = compare(
+                    row[part] @ head.T, teacher_NV, chunk.where_KC[k], counts_C, weights[k] * counts_C, teacher.head.softcap
+                )
                 loss += weights[k] * cross_entropy_C.sum()
                 sums[:, k] += torch.stack((counts_C.sum(dtype=torch.float64), cross_entropy_C.sum(dtype=torch.float64), agreed_C.sum(dtype=torch.float64)))
                 grad_rows[k][part] = grad_logits @ head
