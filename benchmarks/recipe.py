@@ -28,7 +28,7 @@ from eyas.target.embeddings import TargetHead, read_head
 from eyas.target.engine import Sampling, keep_freed_memory, resolve_device, resolve_dtype
 from eyas.target.transformers_engine import TransformersEngine
 from eyas.train.batch import Batch, make_batch
-from eyas.train.loop import Materials, optimizer_step
+from eyas.train.loop import Materials, optimizer_step, steps_of
 from eyas.train.loss import Teacher
 from eyas.train.optim import make_optimizer, rate_share
 from eyas.train.run import shape_of
@@ -69,8 +69,8 @@ def train(config: RunConfig, run: Run, head: TargetHead, reader: FeatureReader, 
     ]
     schedule = [step for epoch in epochs for step in epoch]
     optimizer = make_optimizer(draft, section, dtype)
-    for number, keys in enumerate(schedule):
-        optimizer_step(draft, optimizer, materials, section, keys, rate_share(section, number, len(schedule)))
+    for number, step in enumerate(steps_of(materials, section, schedule)):
+        optimizer_step(draft, optimizer, materials, section, step, rate_share(section, number, len(schedule)))
     return materials, draft, len(schedule)
 
 

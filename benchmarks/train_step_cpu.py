@@ -43,9 +43,10 @@ def main() -> None:
         draft = new_draft(shape_of(run.config, run.spec), 0, ids, head)
         optimizer = make_optimizer(draft, section, dtype)
         began, tokens = time.monotonic(), 0
-        for step in steps[first : first + NUM_STEPS]:  # other rows each time: shapes that were met before cost nothing
+        some = steps[first : first + NUM_STEPS]  # other rows each time: shapes that were met before cost nothing
+        for keys, step in zip(some, loop.steps_of(materials, section, some), strict=True):
             loop.optimizer_step(draft, optimizer, materials, section, step, 0.1)
-            tokens += sum(reader.lengths[key] for batch in step for key in batch)
+            tokens += sum(reader.lengths[key] for batch in keys for key in batch)
         return tokens / (time.monotonic() - began)
 
     multiple = loop.SHAPE_MULTIPLE

@@ -13,9 +13,8 @@ from eyas.config import TrainSection
 from eyas.draft.model import Draft
 from eyas.features.shard import FeatureRow
 from eyas.target.embeddings import TargetHead
-from eyas.train import loss as loss_module
 from eyas.train.batch import Batch, make_batch
-from eyas.train.loop import Materials, optimizer_step
+from eyas.train.loop import Materials, optimizer_step, steps_of
 from eyas.train.loss import Teacher, draft_loss
 from eyas.train.optim import make_optimizer
 from eyas.train.unroll import StepOutput, unroll
@@ -57,10 +56,9 @@ def plain_loss(
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 1024])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_the_chunked_loss_equals_plain_torch(chunk: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK", chunk)
+def test_the_chunked_loss_equals_plain_torch(chunk: int, softcap: float | None) -> None:
     head, ids = random_head(softcap=softcap), random_ids()
-    batch = make_batch([random_row(mask, seed) for seed, mask in enumerate(MASKS)], K, torch.float32)
+    batch = make_batch([random_row(mask, seed) for seed, mask in enumerate(MASKS)], K, torch.float32, chunk=chunk)
     steps = some_steps(batch)
     hidden = [step.hidden_RD for step in steps]
     weight = torch.randn(DRAFT_VOCAB, WIDTH, generator=torch.Generator().manual_seed(8)).requires_grad_()
@@ -77,7 +75,7 @@ def test_the_chunked_loss_equals_plain_torch(chunk: int, softcap: float | None, 
 def test_a_softcap_of_the_target_changes_what_is_learnt() -> None:
     """Else the comparison above would not see a forgotten one."""
     ids, last = random_ids(), random_row("....").last
-    plain, capped = (Teacher(random_head(softcap=cap), ids, torch.float32, CPU).probabilities(last) for cap in (None, 2.0))
+    plain, capped = (Teacher(random_head(softcap=cap), ids, torch.float32, CPU).head.logits(last).softmax(-1) for cap in (None, 2.0))
     assert relative_error(capped, plain) > 0.05
 
 
@@ -85,14 +83,13 @@ def test_the_teacher_is_the_targets_distribution_renormalised_over_the_draft_voc
     head, ids, last = random_head(), random_ids(), random_row("......").last
     p = head.logits(last).softmax(-1)[:, ids]
     assert p.sum(-1).max() < 0.999, "some mass must lie outside"
-    assert relative_error(Teacher(head, ids, torch.float32, CPU).probabilities(last), p / p.sum(-1, keepdim=True)) < 1e-5
+    assert relative_error(Teacher(head, ids, torch.float32, CPU).head.logits(last).softmax(-1), p / p.sum(-1, keepdim=True)) < 1e-5
 
 
 @pytest.mark.parametrize("chunk", [3, 1024])
-def test_a_row_that_does_not_count_contributes_exactly_nothing(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK", chunk)
+def test_a_row_that_does_not_count_contributes_exactly_nothing(chunk: int) -> None:
     teacher = Teacher(random_head(), random_ids(), torch.float32, CPU)
-    batch = make_batch([random_row(mask, seed) for seed, mask in enumerate(MASKS)], K, torch.float32)
+    batch = make_batch([random_row(mask, seed) for seed, mask in enumerate(MASKS)], K, torch.float32, chunk=chunk)
     weight = torch.randn(DRAFT_VOCAB, WIDTH, generator=torch.Generator().manual_seed(8)).requires_grad_()
     steps = some_steps(batch)
     found = []
@@ -111,10 +108,9 @@ def test_a_row_that_does_not_count_contributes_exactly_nothing(chunk: int, monke
 
 
 @pytest.mark.parametrize("chunk", [3, 1024])
-def test_loss_sums_count_rows_and_agreements_as_a_loop_does(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK", chunk)
+def test_loss_sums_count_rows_and_agreements_as_a_loop_does(chunk: int) -> None:
     head, ids = random_head(), random_ids()
-    batch = make_batch([random_row(mask, seed) for seed, mask in enumerate(MASKS)], K, torch.float32)
+    batch = make_batch([random_row(mask, seed) for seed, mask in enumerate(MASKS)], K, torch.float32, chunk=chunk)
     # Half of the rows are given the very direction of the teacher's best token, so that agreements are many but not all.
     draft_head = head.head[ids].clone()
     best = head.logits(batch.last)[:, ids].argmax(-1)
@@ -165,7 +161,8 @@ def step_gradients(rows: list[FeatureRow], split: list[int], draft: Draft) -> tu
     for size in split:
         keys.append([row.key for row in rows[start : start + size]])
         start += size
-    sums, norm = optimizer_step(draft, make_optimizer(draft, section, torch.float32), materials, section, keys, 0.0)
+    (step,) = steps_of(materials, section, [keys])
+    sums, norm = optimizer_step(draft, make_optimizer(draft, section, torch.float32), materials, section, step, 0.0)
     return gradients(draft), sums.rows.tolist(), norm
 
 

@@ -27,7 +27,7 @@ def real_steps(draft: Draft, embedding: torch.Tensor, row: FeatureRow, i: int, n
     """What the head reads [D] at each of `num_steps` draft steps begun at position i, as an engine makes them: prefill, then one token at a time."""
     tokens = row.tokens.long()
     read: list[torch.Tensor] = []
-    hook = draft.norm.register_forward_hook(lambda module, arguments, output: read.append(output[-1]))
+    hook = draft.lm_head.register_forward_pre_hook(lambda module, arguments: read.append(arguments[0][-1]))
     cache = DraftCache()
     _, hidden = draft(embedding[tokens[1 : i + 2]], draft.fuse(row.aux[: i + 1]), torch.arange(i + 1), cache)
     for k in range(1, num_steps):

@@ -13,18 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from eyas.draft.attention import cached_attention
+from eyas.draft.fused import fused
+from eyas.draft.product import GatedMLP, Linear
 from eyas.draft.rope import Rope, rotate
 from eyas.draft.shape import DraftShape
-
-
-class Linear(nn.Linear):
-    """Multiplies in the input's dtype; the weight stays float32."""
-
-    def __init__(self, width_in: int, width_out: int) -> None:
-        super().__init__(width_in, width_out, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
 
 
 class RMSNorm(nn.Module):
@@ -36,7 +28,30 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
+
+
+@fused
+def both_normed(
+    embedding_RD: torch.Tensor, hidden_RD: torch.Tensor, embedding_weight: torch.Tensor, hidden_weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> both normalised side by side [R, 2D], and the hidden state normalised [R, D]."""
+    normed_RD = _rms_norm(hidden_RD, hidden_weight, eps)
+    return torch.cat((_rms_norm(embedding_RD, embedding_weight, eps), normed_RD), dim=-1), normed_RD
+
+
+@fused
+def added_normed(stream_RD: torch.Tensor, update_RD: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> the sum, and the sum normalised."""
+    stream_RD = stream_RD + update_RD
+    return stream_RD, _rms_norm(stream_RD, weight, eps)
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+
+
+rms_norm = fused(_rms_norm)
 
 
 class Attention(nn.Module):
@@ -49,17 +64,6 @@ class Attention(nn.Module):
         self.o_proj = Linear(shape.num_attention_heads * shape.head_dim, shape.hidden_size)
 
 
-class MLP(nn.Module):
-    def __init__(self, shape: DraftShape) -> None:
-        super().__init__()
-        self.gate_proj = Linear(shape.hidden_size, shape.intermediate_size)
-        self.up_proj = Linear(shape.hidden_size, shape.intermediate_size)
-        self.down_proj = Linear(shape.intermediate_size, shape.hidden_size)
-
-    def forward(self, x_RD: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_RD)) * self.up_proj(x_RD))
-
-
 class DecoderLayer(nn.Module):
     """In parts, because training needs keys and values of all positions but queries, MLP and head of supervised rows only."""
 
@@ -70,13 +74,12 @@ class DecoderLayer(nn.Module):
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.self_attn = Attention(shape)
-        self.mlp = MLP(shape)
+        self.mlp = GatedMLP(shape.hidden_size, shape.intermediate_size)
 
     def read(self, embedding_RD: torch.Tensor, hidden_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """-> what q, k and v read [R, 2D], and the residual [R, D]."""
-        normed_RD = self.hidden_norm(hidden_RD)
-        residual_RD = normed_RD if self.norm_before_residual else hidden_RD
-        return torch.cat((self.input_layernorm(embedding_RD), normed_RD), dim=-1), residual_RD
+        x_RE, normed_RD = both_normed(embedding_RD, hidden_RD, self.input_layernorm.weight, self.hidden_norm.weight, self.hidden_norm.eps)
+        return x_RE, normed_RD if self.norm_before_residual else hidden_RD
 
     def queries(self, x_RE: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return rotate(self.self_attn.q_proj(x_RE).unflatten(-1, (-1, self.self_attn.head_dim)), cos_sin)
@@ -85,10 +88,11 @@ class DecoderLayer(nn.Module):
         keys_RGd = rotate(self.self_attn.k_proj(x_RE).unflatten(-1, (-1, self.self_attn.head_dim)), cos_sin)
         return keys_RGd, self.self_attn.v_proj(x_RE).unflatten(-1, (-1, self.self_attn.head_dim))
 
-    def finish(self, attended_RHd: torch.Tensor, residual_RD: torch.Tensor) -> torch.Tensor:
-        """-> the residual stream after the layer [R, D]."""
-        stream_RD = residual_RD + self.self_attn.o_proj(attended_RHd.flatten(1))
-        return stream_RD + self.mlp(self.post_attention_layernorm(stream_RD))
+    def finish(self, attended_RHd: torch.Tensor, residual_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> two parts whose sum is the residual stream after the layer [R, D]."""
+        norm = self.post_attention_layernorm
+        stream_RD, normed_RD = added_normed(residual_RD, self.self_attn.o_proj(attended_RHd.flatten(1)), norm.weight, norm.eps)
+        return stream_RD, self.mlp(normed_RD)
 
 
 class Draft(nn.Module):
@@ -113,9 +117,9 @@ class Draft(nn.Module):
             x_TC = torch.cat([norm(part) for norm, part in zip(self.fc_norm, x_TC.chunk(3, dim=-1), strict=True)], dim=-1)
         return self.fc(x_TC)
 
-    def outputs(self, stream_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The stream after the layer -> what the head reads [R, D], and the hidden state that the next step reads [R, D]."""
-        normed_RD = self.norm(stream_RD)
+    def outputs(self, stream_RD: torch.Tensor, update_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The two parts of the stream after the layer -> what the head reads [R, D], and the hidden state that the next step reads [R, D]."""
+        stream_RD, normed_RD = added_normed(stream_RD, update_RD, self.norm.weight, self.norm.eps)
         return normed_RD, normed_RD if self.shape.norm_output else stream_RD
 
     def forward(self, embedding_RD: torch.Tensor, hidden_RD: torch.Tensor, positions_R: torch.Tensor, cache: DraftCache) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,7 +131,7 @@ class Draft(nn.Module):
         x_RE, residual_RD = self.midlayer.read(embedding_RD, hidden_RD)
         keys, values = cache.extend(*self.midlayer.keys_values(x_RE, cos_sin))
         attended_RHd = cached_attention(self.midlayer.queries(x_RE, cos_sin), keys, values)
-        normed_RD, next_RD = self.outputs(self.midlayer.finish(attended_RHd, residual_RD))
+        normed_RD, next_RD = self.outputs(*self.midlayer.finish(attended_RHd, residual_RD))
         return self.lm_head(normed_RD), next_RD
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from eyas.draft.fused import fused
 from eyas.draft.shape import DraftShape
 
 
@@ -33,6 +34,7 @@ class Rope(nn.Module):
         return cos_1Rd[0, :, None], sin_1Rd[0, :, None]
 
 
+@fused
 def rotate(x_RHd: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Turns pairs (first half, second half) of each head, as Llama does; in float32, returned in x's dtype."""
     cos, sin = cos_sin

@@ -13,7 +13,7 @@ Legend: T positions of the pack, R rows, A aux layers, D hidden width, K steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +23,21 @@ from eyas.features.shard import FeatureRow
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """Rows [start, end) whose logits exist at once. Their teachers at all steps stand at positions needed_N, step k's of row r at needed_N[where_KC[k, r]]:
+    the steps share most of them, so each is computed once. int64; needed_N is as long as a multiple of 128 with copies of its last entry, because a
+    matrix library prepares anew for every shape that it has not met."""
+
+    start: int
+    end: int
+    needed_N: torch.Tensor
+    where_KC: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Batch:
     """aux [T, A, D] and last [T, D] in the compute dtype; next_T, label_T, positions_T int64; rows_R int64 ascending; num_steps_R int64 in 1..K,
-    0 for rows of padding.
+    0 for rows of padding; starts int32 [N + 1] where documents begin, and the end; longest: tokens of the longest document.
 
     next_T and label_T hold 0 where their document has no such token; no row that counts reads them there.
     """
@@ -37,15 +49,38 @@ class Batch:
     positions_T: torch.Tensor
     rows_R: torch.Tensor
     num_steps_R: torch.Tensor
+    starts: torch.Tensor
     documents: list[Document]
+    chunks: list[Chunk]
+
+    @property
+    def longest(self) -> int:
+        return max(doc.end - doc.start for doc in self.documents)
 
     @property
     def num_tokens(self) -> int:
         return len(self.next_T)
 
     def to(self, device: torch.device) -> Batch:
-        moved = {name: value.to(device, non_blocking=True) for name, value in self.__dict__.items() if isinstance(value, torch.Tensor)}
-        return Batch(**moved, documents=self.documents)
+        return self._with(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> Batch:
+        """In memory that a GPU can copy from while others go on."""
+        return self._with(torch.Tensor.pin_memory)
+
+    def used_on(self, stream: torch.cuda.Stream) -> None:
+        """Tells the allocator, should this have been made on another stream, to keep it until `stream` has passed its last use."""
+
+        def told(tensor: torch.Tensor) -> torch.Tensor:
+            tensor.record_stream(stream)
+            return tensor
+
+        self._with(told)
+
+    def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        changed = {name: change(value) for name, value in self.__dict__.items() if isinstance(value, torch.Tensor)}
+        chunks = [Chunk(chunk.start, chunk.end, change(chunk.needed_N), change(chunk.where_KC)) for chunk in self.chunks]
+        return Batch(**changed, documents=self.documents, chunks=chunks)
 
 
 def countable_steps(supervised_T: torch.Tensor, num_steps: int) -> torch.Tensor:
@@ -58,12 +93,13 @@ def countable_steps(supervised_T: torch.Tensor, num_steps: int) -> torch.Tensor:
     return (ahead_T - 1).clamp(0, num_steps)
 
 
-def make_batch(rows: Sequence[FeatureRow], num_steps: int, dtype: torch.dtype, multiple: int = 1) -> Batch:
+def make_batch(rows: Sequence[FeatureRow], num_steps: int, dtype: torch.dtype, multiple: int = 1, chunk: int = 1024) -> Batch:
     """Packs whole rows, each a document of its own.
 
     multiple: positions and rows are filled up to a multiple of it by one more document, of zeros, whose rows have num_steps 0 and so never count.
     Matrix libraries prepare anew for every shape they have not met; with few shapes a training step on the CPU is
     1.2 times as fast (benchmarks/train_step_cpu.py).
+    chunk: rows whose logits exist at once.
     """
     next_T, label_T, positions_T, indices, steps, documents = [], [], [], [], [], []
     start = row_start = 0
@@ -88,13 +124,28 @@ def make_batch(rows: Sequence[FeatureRow], num_steps: int, dtype: torch.dtype, m
         steps.append(torch.zeros(more_rows, dtype=torch.int64))
         documents.append(Document(start, start + more, row_start, row_start + more_rows))
     aux, last = rows[0].aux, rows[0].last
+    rows_R = torch.cat(indices)
     return Batch(
         aux=torch.cat([*(row.aux for row in rows), aux.new_zeros(more, *aux.shape[1:])]).to(dtype),
         last=torch.cat([*(row.last for row in rows), last.new_zeros(more, *last.shape[1:])]).to(dtype),
         next_T=torch.cat(next_T),
         label_T=torch.cat(label_T),
         positions_T=torch.cat(positions_T),
-        rows_R=torch.cat(indices),
+        rows_R=rows_R,
         num_steps_R=torch.cat(steps),
+        starts=torch.tensor([0, *(doc.end for doc in documents)], dtype=torch.int32),
         documents=documents,
+        chunks=_chunks(rows_R, documents[-1].end, num_steps, chunk),
     )
+
+
+def _chunks(rows_R: torch.Tensor, num_tokens: int, num_steps: int, size: int) -> list[Chunk]:
+    chunks = []
+    for start in range(0, len(rows_R), size):
+        part_C = rows_R[start : start + size]
+        # Step k of row i is taught by `last` of position i + k + 1. Behind the end no row counts, and the clamp only keeps the index legal.
+        taught_KC = (part_C + 1 + torch.arange(num_steps)[:, None]).clamp(max=num_tokens - 1)
+        needed_N, where_KC = torch.unique(taught_KC, return_inverse=True)
+        padded_N = torch.nn.functional.pad(needed_N, (0, -len(needed_N) % 128), value=int(needed_N[-1]))
+        chunks.append(Chunk(start, start + len(part_C), padded_N, where_KC))
+    return chunks

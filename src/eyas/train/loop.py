@@ -9,7 +9,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -26,14 +26,20 @@ from eyas.features.reader import FeatureReader
 from eyas.features.shard import FeatureRow
 from eyas.progress import Reporter
 from eyas.train import checkpoint
-from eyas.train.batch import Batch, countable_steps, make_batch
+from eyas.train.batch import Batch, make_batch
 from eyas.train.checkpoint import TrainState
+from eyas.train.feed import Step, feed
 from eyas.train.loss import LossSums, Teacher, draft_loss
 from eyas.train.optim import Optimizers, make_optimizer, rate_share
 from eyas.train.sampler import epoch_steps, pack
 from eyas.train.unroll import unroll
 
 SHAPE_MULTIPLE = 128  # positions and rows of a batch; fewer shapes are faster, more padding is slower
+
+
+def loss_chunk(device: torch.device) -> int:
+    """Rows whose logits exist at once: more fill a GPU better, fewer stay in a CPU's cache."""
+    return 4096 if device.type == "cuda" else 1024
 
 
 @dataclass(frozen=True)
@@ -66,11 +72,11 @@ def train(draft: Draft, materials: Materials, section: TrainSection, seed: int, 
     tokens_of = [sum(materials.reader.lengths[key] for batch in step for key in batch) for _, step in schedule]
     with reporter.task(folder, "train", sum(tokens_of), "tokens") as task, StopAtStep() as stop:
         task.skip(sum(tokens_of[: state.step]))
-        while state.step < len(schedule):
-            began = time.monotonic()
-            epoch, keys = schedule[state.step]
+        began = time.monotonic()
+        todo = schedule[state.step :]
+        for (epoch, _), step in zip(todo, steps_of(materials, section, [keys for _, keys in todo]), strict=True):
             share = rate_share(section, state.step, len(schedule))
-            sums, grad_norm = optimizer_step(draft, optimizer, materials, section, keys, share)
+            sums, grad_norm = optimizer_step(draft, optimizer, materials, section, step, share)
             state = TrainState(state.step + 1, state.best_step, state.best_acceptance)
             loss = float(sum(section.step_weight**k * ce for k, ce in enumerate(sums.cross_entropy.tolist())) / sums.rows[0])
             if not loss < float("inf"):
@@ -87,7 +93,17 @@ def train(draft: Draft, materials: Materials, section: TrainSection, seed: int, 
                 reporter.say(f"train: step {state.step} saved")
             if stop.asked:
                 raise KeyboardInterrupt
+            began = time.monotonic()
     return state
+
+
+def steps_of(materials: Materials, section: TrainSection, schedule: Sequence[list[list[str]]]) -> Iterator[Step]:
+    """The batches of each step of the schedule, whose entries are the keys of each batch."""
+
+    def pack(rows: list[FeatureRow]) -> Batch:
+        return make_batch(rows, section.unroll_steps, materials.dtype, SHAPE_MULTIPLE, loss_chunk(materials.device))
+
+    return feed(schedule, materials.reader.row, pack, materials.device)
 
 
 def per_row(sums: torch.Tensor, rows: torch.Tensor) -> list[float | None]:
@@ -95,18 +111,12 @@ def per_row(sums: torch.Tensor, rows: torch.Tensor) -> list[float | None]:
     return [total / count if count else None for total, count in zip(sums.tolist(), rows.tolist(), strict=True)]
 
 
-def optimizer_step(
-    draft: Draft, optimizer: Optimizers, materials: Materials, section: TrainSection, keys: list[list[str]], share: float
-) -> tuple[LossSums, float]:
-    """One step at `share` of the peak learning rates, over the batches `keys`; returns the loss sums and the norm of the gradient before clipping."""
-    rows = [[materials.reader.row(key) for key in batch] for batch in keys]
-    # Counted before any backward: each batch is divided by what the whole step holds.
-    denominator = float(sum((countable_steps(row.supervised, 1) > 0).sum().item() for batch in rows for row in batch))
+def optimizer_step(draft: Draft, optimizer: Optimizers, materials: Materials, section: TrainSection, step: Step, share: float) -> tuple[LossSums, float]:
+    """One step at `share` of the peak learning rates; returns the loss sums and the norm of the gradient before clipping."""
     optimizer.zero_grad()
     total: LossSums | None = None
-    for batch_rows in rows:
-        batch = make_batch(batch_rows, section.unroll_steps, materials.dtype, SHAPE_MULTIPLE).to(materials.device)
-        loss, sums = batch_loss(draft, materials, batch, section, denominator)
+    for batch in step.batches:
+        loss, sums = batch_loss(draft, materials, batch, section, step.denominator)
         loss.backward()
         total = sums if total is None else total + sums
     assert total is not None

@@ -14,22 +14,22 @@ from typing import Any
 
 import torch
 
+from eyas.draft.fused import fused
+from eyas.draft.product import add_product
 from eyas.target.embeddings import TargetHead
-from eyas.train.batch import Batch
+from eyas.train.batch import Batch, Chunk
 from eyas.train.unroll import StepOutput
-
-CHUNK = 1024  # rows whose logits exist at once
 
 
 class Teacher:
-    """The target's distribution over the draft vocabulary: final norm in float32, the product in the compute dtype."""
+    """The target's logits over the draft vocabulary: final norm in float32, the product in the compute dtype."""
 
     def __init__(self, head: TargetHead, ids: torch.Tensor, dtype: torch.dtype, device: torch.device) -> None:
         self.head = head.restricted(ids, dtype, device)
 
-    def probabilities(self, last_CD: torch.Tensor) -> torch.Tensor:
-        """last [C, D] of layer N -> float32 [C, Vd]."""
-        return self.head.logits(last_CD).softmax(-1)
+    def logits(self, last_CD: torch.Tensor) -> torch.Tensor:
+        """last [C, D] of layer N -> [C, Vd] in the compute dtype, the softcap still to come."""
+        return self.head.normed(last_CD).to(self.head.head.dtype) @ self.head.head.T
 
 
 @dataclass(frozen=True)
@@ -54,44 +54,40 @@ def draft_loss(
     """
     sums = torch.zeros(3, len(steps), dtype=torch.float64, device=head_weight.device)
     weights = [step_weight**k / denominator for k in range(len(steps))]
-    taught_by_KR = torch.stack([(step.at_R + 1).clamp(max=batch.num_tokens - 1) for step in steps])
     counts_KR = torch.stack([step.counts_R for step in steps])
-    loss = _ChunkedLoss.apply(head_weight, teacher, batch.last, taught_by_KR, counts_KR, weights, sums, *(step.hidden_RD for step in steps))
+    loss = _ChunkedLoss.apply(head_weight, teacher, batch.last, batch.chunks, counts_KR, weights, sums, *(step.hidden_RD for step in steps))
     return loss, LossSums(*sums.cpu())
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """rows: per step [R, D]; taught_by_KR: where in `last` their teacher stands; counts_KR: whether they count. Fills `sums` [3, K].
+    """rows: per step [R, D]; chunks: which of them exist at once and where in `last` their teachers stand; counts_KR: whether they count. Fills `sums`
+    [3, K].
 
     Rows that do not count are computed with weight zero: there are few, and constant shapes are worth more than they cost.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, head_weight: torch.Tensor, teacher: Teacher, last_TD: torch.Tensor, taught_by_KR: torch.Tensor, counts_KR: torch.Tensor,
+        ctx: Any, head_weight: torch.Tensor, teacher: Teacher, last_TD: torch.Tensor, chunks: list[Chunk], counts_KR: torch.Tensor,
         weights: list[float], sums: torch.Tensor, *rows: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         head = head_weight.to(rows[0].dtype)
-        grad_head = torch.zeros_like(head_weight)
+        grad_head = torch.zeros_like(head_weight) if ctx.needs_input_grad[0] else head_weight.new_empty(0)
         grad_rows = [torch.empty_like(row) for row in rows]
         loss = torch.zeros((), dtype=torch.float32, device=head.device)
-        for start in range(0, len(rows[0]), CHUNK):
-            part = slice(start, start + CHUNK)
-            # The steps of a chunk share most of their teachers: each is computed once, not once a step.
-            needed, where_KC = torch.unique(taught_by_KR[:, part], return_inverse=True)
-            teacher_p = teacher.probabilities(last_TD[_padded(needed)])
-            best = teacher_p.max(-1).indices
+        for chunk in chunks:
+            part = slice(chunk.start, chunk.end)
+            teacher_NV = teacher.logits(last_TD[chunk.needed_N])
             for k, row in enumerate(rows):
                 counts_C = counts_KR[k, part]
-                log_q = (row[part] @ head.T).float().log_softmax(-1)
-                p = teacher_p[where_KC[k]]
-                cross_entropy_C = -torch.linalg.vecdot(p, log_q) * counts_C
+                cross_entropy_C, agreed_C, grad_logits = compare(
+                    row[part] @ head.T, teacher_NV, chunk.where_KC[k], counts_C, weights[k] * counts_C, teacher.head.softcap
+                )
                 loss += weights[k] * cross_entropy_C.sum()
-                agreed_C = (log_q.max(-1).indices == best[where_KC[k]]) & counts_C
                 sums[:, k] += torch.stack((counts_C.sum(dtype=torch.float64), cross_entropy_C.sum(dtype=torch.float64), agreed_C.sum(dtype=torch.float64)))
-                grad_logits = log_q.exp_().sub_(p).mul_((weights[k] * counts_C)[:, None]).to(head.dtype)
                 grad_rows[k][part] = grad_logits @ head
-                grad_head += grad_logits.T @ row[part]
+                if ctx.needs_input_grad[0]:
+                    add_product(grad_head, grad_logits.T, row[part])
         ctx.save_for_backward(grad_head, *grad_rows)
         return loss
 
@@ -99,10 +95,29 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (scale,) = grads
         grad_head, *grad_rows = ctx.saved_tensors
-        return grad_head * scale, None, None, None, None, None, None, *(grad * scale.to(grad.dtype) for grad in grad_rows)
+        return (
+            (grad_head * scale if ctx.needs_input_grad[0] else None),
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            *(grad * scale.to(grad.dtype) for grad in grad_rows),
+        )
 
 
-def _padded(index: torch.Tensor) -> torch.Tensor:
-    """The index made a multiple of 128 long with copies of its last entry: a matrix library prepares anew for every shape that it has not met."""
-    missing = -len(index) % 128
-    return torch.cat((index, index[-1:].expand(missing))) if missing else index
+@fused
+def compare(
+    logits_CV: torch.Tensor, teacher_NV: torch.Tensor, where_C: torch.Tensor, counts_C: torch.Tensor, weight_C: torch.Tensor, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """-> cross-entropy of each row that counts, whether it agrees with its teacher on the likeliest token, and the weighted gradient of the logits."""
+    teacher_CV = teacher_NV[where_C].float()
+    if softcap is not None:
+        teacher_CV = softcap * torch.tanh(teacher_CV / softcap)
+    p_CV = teacher_CV.softmax(-1)
+    log_q_CV = logits_CV.float().log_softmax(-1)
+    cross_entropy_C = -(p_CV * log_q_CV).sum(-1) * counts_C
+    agreed_C = (log_q_CV.argmax(-1) == teacher_CV.argmax(-1)) & counts_C
+    grad_CV = ((log_q_CV.exp() - p_CV) * weight_C[:, None]).to(logits_CV.dtype)
+    return cross_entropy_C, agreed_C, grad_CV

@@ -83,6 +83,8 @@ class Optimizers:
             group["lr"] = group["peak"] * share
         for part in self.parts:
             part.step()
+        # torch's fused AdamW changes weights without counting it, and what was cast from them (draft/product.py) would stay as it was.
+        torch.autograd.graph.increment_version([weight for group in self.param_groups for weight in group["params"]])
 
 
 def make_optimizer(draft: Draft, section: TrainSection, dtype: torch.dtype) -> Optimizers:

@@ -11,11 +11,13 @@ Legend: T positions of the pack, R rows, D hidden width, k step.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional as F
 
 from eyas.draft.attention import unrolled_attention
+from eyas.draft.flash import flash_fits, flash_unrolled_attention
 from eyas.draft.model import Draft
 from eyas.train.batch import Batch
 
@@ -35,8 +37,11 @@ def unroll(draft: Draft, embedding: torch.Tensor, batch: Batch, num_steps: int) 
     hidden_TD = draft.fuse(batch.aux)
     x_TE, residual_TD = layer.read(F.embedding(batch.next_T, embedding), hidden_TD)
     keys_TGd, values_TGd = layer.keys_values(x_TE, draft.rope(batch.positions_T))
-    lengths = [doc.end - doc.start for doc in batch.documents]
-    keys, values = keys_TGd.split(lengths), values_TGd.split(lengths)
+    if flash_fits(keys_TGd):
+        attend = partial(flash_unrolled_attention, k_TGd=keys_TGd, v_TGd=values_TGd, starts=batch.starts, longest=batch.longest)
+    else:  # split once rather than sliced at each step: the gradient of a slice is a whole tensor of zeros
+        lengths = [doc.end - doc.start for doc in batch.documents]
+        attend = partial(unrolled_attention, keys=keys_TGd.split(lengths), values=values_TGd.split(lengths), documents=batch.documents)
     x_RE, residual_RD, hidden_RD = x_TE[batch.rows_R], residual_TD[batch.rows_R], hidden_TD[batch.rows_R]
     own_keys: list[torch.Tensor] = []
     own_values: list[torch.Tensor] = []
@@ -50,7 +55,7 @@ def unroll(draft: Draft, embedding: torch.Tensor, batch: Batch, num_steps: int) 
             own_key, own_value = layer.keys_values(x_RE, cos_sin)
             own_keys.append(own_key)
             own_values.append(own_value)
-        attended_RHd = unrolled_attention(layer.queries(x_RE, cos_sin), keys, values, own_keys, own_values, batch.rows_R, batch.documents)
-        normed_RD, hidden_RD = draft.outputs(layer.finish(attended_RHd, residual_RD))
+        attended_RHd = attend(layer.queries(x_RE, cos_sin), own_keys=own_keys, own_values=own_values, rows_R=batch.rows_R)
+        normed_RD, hidden_RD = draft.outputs(*layer.finish(attended_RHd, residual_RD))
         steps.append(StepOutput(normed_RD, at_R, batch.num_steps_R > k))
     return steps

@@ -1,0 +1,138 @@
+"""The unrolled attention on a GPU: one causal flash attention over step 0's keys, and each row's own keys of later steps merged into its softmax, exactly.
+
+Attention over both is a weighted sum of the two: with L the log-sum-exp of all scores, step 0's output counts exp(L0 - L) and own value j counts exp(s_j - L).
+Backward needs no more: flash attention's own backward, given the merged output and L in place of its own, computes p = exp(s - L) and
+delta = sum(grad * output), which are the merged ones. (Algorithm 2 of FlashAttention-2, arXiv 2307.08691, lines 11 to 16.)
+
+Queries of positions that are no rows are zeros: attention over documents of a few thousand tokens is a few hundredths of a step, and then nothing has to be
+packed twice.
+
+Legend: T positions of the pack, R rows, H query heads, G key-value heads, d head width, J own keys of a row so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from eyas.draft.fused import fused
+
+
+def flash_fits(keys: torch.Tensor) -> bool:
+    """Whether torch's flash attention takes such keys: on a GPU, 16 bits, heads of up to 256."""
+    return keys.is_cuda and keys.dtype in (torch.bfloat16, torch.float16) and keys.shape[-1] % 8 == 0 and keys.shape[-1] <= 256
+
+
+def flash_forward(
+    q_THd: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor, starts: torch.Tensor, longest: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Causal attention within documents; starts int32 [N + 1]. -> out [T, H, d], log-sum-exp float32 [H, T], and two that backward wants back."""
+    out, lse, seed, unused, _ = torch.ops.aten._flash_attention_forward(q_THd, k_TGd, v_TGd, starts, starts, longest, longest, 0.0, True, False)
+    return out, lse, seed, unused
+
+
+def flash_backward(
+    grad_THd: torch.Tensor, q_THd: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor, out_THd: torch.Tensor, lse_HT: torch.Tensor,
+    starts: torch.Tensor, longest: int, seed: torch.Tensor, unused: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """-> gradients of q, k, v."""
+    q, k, v = torch.ops.aten._flash_attention_backward(
+        grad_THd, q_THd, k_TGd, v_TGd, out_THd, lse_HT, starts, starts, longest, longest, 0.0, True, seed, unused
+    )
+    return q, k, v
+
+
+def flash_unrolled_attention(
+    q_RHd: torch.Tensor,
+    k_TGd: torch.Tensor,
+    v_TGd: torch.Tensor,
+    own_keys: list[torch.Tensor],
+    own_values: list[torch.Tensor],
+    rows_R: torch.Tensor,
+    starts: torch.Tensor,
+    longest: int,
+) -> torch.Tensor:
+    """As `unrolled_attention`, over packed keys and values of step 0; returns [R, H, d]."""
+    out: torch.Tensor = _Merged.apply(q_RHd, k_TGd, v_TGd, rows_R, starts, longest, len(own_keys), *own_keys, *own_values)
+    return out
+
+
+class _Merged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q_RHd: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor, rows_R: torch.Tensor, starts: torch.Tensor, longest: int, num_own: int,
+        *own: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        q_THd = _scattered(q_RHd, rows_R, len(k_TGd))
+        out_THd, lse_HT, seed, unused = flash_forward(q_THd, k_TGd, v_TGd, starts, longest)
+        out_RHd, lse_RH = out_THd[rows_R], lse_HT[:, rows_R].T
+        weights_RHJ = torch.empty(0)
+        if num_own:
+            out_RHd, lse_RH, weights_RHJ = merge(q_RHd, out_RHd, lse_RH, own[:num_own], own[num_own:])
+            lse_HT = lse_HT.index_copy(1, rows_R, lse_RH.T)
+        ctx.save_for_backward(q_RHd, k_TGd, v_TGd, rows_R, starts, out_RHd, lse_HT, seed, unused, weights_RHJ, *own)
+        ctx.longest, ctx.num_own = longest, num_own
+        return out_RHd
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (grad_RHd,) = grads
+        q_RHd, k_TGd, v_TGd, rows_R, starts, out_RHd, lse_HT, seed, unused, weights_RHJ, *own = ctx.saved_tensors
+        grad_RHd = grad_RHd.contiguous()
+        total = len(k_TGd)
+        q_THd, out_THd, grad_THd = (_scattered(tensor, rows_R, total) for tensor in (q_RHd, out_RHd, grad_RHd))
+        grad_q_THd, grad_k, grad_v = flash_backward(grad_THd, q_THd, k_TGd, v_TGd, out_THd, lse_HT, starts, ctx.longest, seed, unused)
+        grad_q = grad_q_THd[rows_R]
+        grads_own: list[torch.Tensor] = []
+        if ctx.num_own:
+            more_q, keys, values = merge_backward(grad_RHd, q_RHd, out_RHd, weights_RHJ, own[: ctx.num_own], own[ctx.num_own :])
+            grad_q = grad_q + more_q
+            grads_own = [*keys, *values]
+        return grad_q, grad_k, grad_v, None, None, None, None, *grads_own
+
+
+def _scattered(x_RHd: torch.Tensor, rows_R: torch.Tensor, total: int) -> torch.Tensor:
+    """[T, H, d] with zeros where there is no row."""
+    return x_RHd.new_zeros(total, *x_RHd.shape[1:]).index_copy_(0, rows_R, x_RHd)
+
+
+@fused
+def merge(
+    q_RHd: torch.Tensor, out_RHd: torch.Tensor, lse_RH: torch.Tensor, own_keys: Sequence[torch.Tensor], own_values: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """-> output over step 0's and own keys [R, H, d], its log-sum-exp float32 [R, H], the own keys' weights float32 [R, H, J]."""
+    groups = own_keys[0].shape[1]
+    q_RGhd = q_RHd.unflatten(1, (groups, -1)).float() * q_RHd.shape[-1] ** -0.5
+    scores_RHJ = torch.stack([(q_RGhd * key.float().unsqueeze(2)).sum(-1).flatten(1) for key in own_keys], dim=-1)
+    merged_RH = torch.logsumexp(torch.cat((lse_RH.unsqueeze(-1), scores_RHJ), dim=-1), dim=-1)
+    weights_RHJ = (scores_RHJ - merged_RH.unsqueeze(-1)).exp()
+    mixed_RGhd = (out_RHd.float() * (lse_RH - merged_RH).exp().unsqueeze(-1)).unflatten(1, (groups, -1))
+    for j, value in enumerate(own_values):
+        mixed_RGhd = mixed_RGhd + weights_RHJ[..., j].unflatten(1, (groups, -1)).unsqueeze(-1) * value.float().unsqueeze(2)
+    return mixed_RGhd.flatten(1, 2).to(out_RHd.dtype), merged_RH, weights_RHJ
+
+
+@fused
+def merge_backward(
+    grad_RHd: torch.Tensor,
+    q_RHd: torch.Tensor,
+    out_RHd: torch.Tensor,
+    weights_RHJ: torch.Tensor,
+    own_keys: Sequence[torch.Tensor],
+    own_values: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    """-> what the own keys add to the gradient of q [R, H, d], and the gradients of own keys and values [R, G, d]."""
+    groups, scale = own_keys[0].shape[1], q_RHd.shape[-1] ** -0.5
+    grad_RGhd, q_RGhd = grad_RHd.float().unflatten(1, (groups, -1)), q_RHd.float().unflatten(1, (groups, -1))
+    delta_RGh = (grad_RHd.float() * out_RHd.float()).sum(-1).unflatten(1, (groups, -1))
+    grad_q_RGhd = torch.zeros_like(q_RGhd)
+    keys, values = [], []
+    for j, (key, value) in enumerate(zip(own_keys, own_values, strict=True)):
+        weight_RGh = weights_RHJ[..., j].unflatten(1, (groups, -1))
+        by_score_RGh1 = (weight_RGh * ((grad_RGhd * value.float().unsqueeze(2)).sum(-1) - delta_RGh) * scale).unsqueeze(-1)
+        grad_q_RGhd = grad_q_RGhd + by_score_RGh1 * key.float().unsqueeze(2)
+        keys.append((by_score_RGh1 * q_RGhd).sum(2).to(key.dtype))
+        values.append((weight_RGh.unsqueeze(-1) * grad_RGhd).sum(2).to(value.dtype))
+    return grad_q_RGhd.flatten(1, 2).to(q_RHd.dtype), keys, values
