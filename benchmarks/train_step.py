@@ -24,7 +24,7 @@ from eyas.features.shard import FeatureRow
 from eyas.target.embeddings import TargetHead
 from eyas.train.batch import Batch, make_batch
 from eyas.train.loop import SHAPE_MULTIPLE, loss_chunk
-from eyas.train.loss import Teacher, draft_loss
+from eyas.train.loss import Objective, Teacher, draft_loss
 from eyas.train.optim import make_optimizer
 from eyas.train.unroll import unroll
 
@@ -64,7 +64,9 @@ def main() -> None:
 
     def step() -> None:
         optimizer.zero_grad()
-        loss, _ = draft_loss(unroll(draft, table, batch, options.steps), draft.lm_head.weight, teacher, batch, section.step_weight, float(len(batch.rows_R)))
+        loss, _ = draft_loss(
+            unroll(draft, table, batch, options.steps), draft.lm_head.weight, teacher, batch, Objective(section.step_weight, float(len(batch.rows_R)))
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(draft.parameters(), section.grad_clip)
         optimizer.step(1.0)

@@ -91,6 +91,11 @@ def test_a_missing_key_and_a_missing_section_are_named(refused: Callable[..., st
     assert "section [data] is missing" in refused('[target]\npath = "x"\n')
 
 
+def test_a_frozen_head_of_noise_is_refused(refused: Callable[..., str]) -> None:
+    message = refused(GOOD + '[draft]\ninit_head = "random"\n[train]\nfreeze_head = true\n')
+    assert "train.freeze_head" in message and 'draft.init_head = "target"' in message
+
+
 def test_an_empty_list_of_conversations_is_refused(refused: Callable[..., str]) -> None:
     assert "data.conversations" in refused('[target]\npath = "x"\n[data]\nconversations = []\n')
 

@@ -169,6 +169,16 @@ class TrainSection(Section):
         5, ge=1, description="K, the draft steps unrolled in training (training-time test). Draft at most about as many tokens when serving."
     )
     step_weight: float = Field(0.8, gt=0.0, description="Step k weighs step_weight**k in the loss.")
+    loss: Literal["soft", "lk"] = Field(
+        "soft",
+        description="`soft`: cross-entropy to the target's distribution. `lk`: it gives way to the chance of acceptance itself as the draft comes near "
+        "(the hybrid of arXiv 2602.23881).",
+    )
+    freeze_head: bool = Field(False, description='Leave the head as the target\'s own rows: less to compute and to hold. Needs `draft.init_head = "target"`.')
+    recompute: bool = Field(
+        False,
+        description="Compute each draft step again in backward, instead of keeping it: a small part of the memory of long rows, about a quarter more time.",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Precision of matrix products; weights, gradients of weights and optimiser state are float32 always. `auto` as for the target."
     )
@@ -256,6 +266,11 @@ def load(path: Path, overrides: list[str]) -> RunConfig:
         raise UserError(
             f"{path}: data.conversations names no file and data.synthesize is 0, so there is nothing to learn from. Name JSONL files, or set "
             f"data.synthesize to the number of conversations that the target is to write itself."
+        )
+    if config.train.freeze_head and config.draft.init_head != "target":
+        raise UserError(
+            f'{path}: train.freeze_head leaves the head as it begins, and draft.init_head = "{config.draft.init_head}" begins it with noise. '
+            f'Set draft.init_head = "target", or let the head be trained.'
         )
     return _with_absolute_paths(config, path.resolve())
 

@@ -25,9 +25,12 @@ from eyas.artifact import read_manifest
 from eyas.config import TrainSection, load
 from eyas.draft.model import Draft
 from eyas.pipeline import Run
+from eyas.target.embeddings import read_head
+from eyas.target.spec import read_spec
 from eyas.train.checkpoint import TrainState, latest, load_draft, save
 from eyas.train.checkpoint import load as load_checkpoint
 from eyas.train.optim import Optimizers, make_optimizer
+from eyas.vocab.run import read_ids
 
 SECTION = TrainSection(lr=0.01, weight_decay=0.1)
 
@@ -243,6 +246,23 @@ def test_training_stopped_anywhere_and_resumed_equals_the_uninterrupted_one(
     assert read_manifest(training.folder / "train") is None
     training.go()
     assert_same_result(training.result(), uninterrupted)
+
+
+def test_a_frozen_head_stays_as_it_began_and_training_with_it_resumes_as_any_other(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("train.freeze_head=true", "train.loss=lk", "train.recompute=true")
+    whole, stopped = Training(run_file, tmp_path / "whole", *options), Training(run_file, tmp_path / "stopped", *options)
+    whole.go()
+    with monkeypatch.context() as patch:
+        crash_at_call(patch, eyas.train.loop, "optimizer_step", 8, False)
+        with pytest.raises(Crash):
+            stopped.go()
+    stopped.go()
+    assert_same_result(stopped.result(), whole.result())
+    head = read_head(read_spec(Path(load(run_file, []).target.path)))
+    newest = latest(whole.folder / "train" / "checkpoints")
+    assert newest is not None
+    weights = load_file(newest / "weights.safetensors")
+    assert torch.equal(weights["lm_head.weight"], head.head[read_ids(whole.folder / "vocab")].float())
 
 
 def test_training_that_crashes_again_and_again_still_ends_as_the_uninterrupted_one(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from eyas.features.shard import FeatureRow
 from eyas.target.embeddings import TargetHead
 from eyas.train.batch import Batch, make_batch
 from eyas.train.loop import Materials, optimizer_step, steps_of
-from eyas.train.loss import Teacher, draft_loss
+from eyas.train.loss import Objective, Teacher, draft_loss
 from eyas.train.optim import make_optimizer
 from eyas.train.unroll import StepOutput, unroll
 
@@ -35,9 +36,10 @@ def some_steps(batch: Batch) -> list[StepOutput]:
 
 
 def plain_loss(
-    steps: list[StepOutput], weight: torch.Tensor, head: TargetHead, ids: torch.Tensor, last: torch.Tensor, denominator: float
+    steps: list[StepOutput], weight: torch.Tensor, head: TargetHead, ids: torch.Tensor, last: torch.Tensor, denominator: float, kind: str
 ) -> tuple[torch.Tensor, list[float]]:
-    """Full logits of all rows, the whole target vocabulary, torch's own cross-entropy with soft labels. The teacher of position p stands at last[p + 1]."""
+    """Full logits of all rows, the whole target vocabulary, torch's own cross-entropy with soft labels, gradients by autograd. The teacher of position p stands
+    at last[p + 1]."""
     total, per_step = torch.zeros(()), []
     for k, step in enumerate(steps):
         part = torch.zeros(())
@@ -48,7 +50,14 @@ def plain_loss(
                 if head.softcap is not None:
                     target_logits = head.softcap * (target_logits / head.softcap).tanh()
                 p = target_logits.softmax(-1)[ids]
-                part = part + F.cross_entropy((weight @ step.hidden_RD[r])[None], (p / p.sum())[None])
+                p, logits = p / p.sum(), weight @ step.hidden_RD[r]
+                cross_entropy = F.cross_entropy(logits[None], p[None])
+                if kind == "soft":
+                    part = part + cross_entropy
+                else:
+                    accepted = torch.minimum(p, logits.softmax(-1)).sum()
+                    share = (-3 * accepted.detach()).exp()
+                    part = part + share * (cross_entropy - torch.special.entr(p).sum()) + (1 - share) * (1 - accepted)
         per_step.append(part.item())
         total = total + 0.8**k * part / denominator
     return total, per_step
@@ -56,18 +65,19 @@ def plain_loss(
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 1024])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_the_chunked_loss_equals_plain_torch(chunk: int, softcap: float | None) -> None:
+@pytest.mark.parametrize("kind", ["soft", "lk"])
+def test_the_chunked_loss_equals_plain_torch(chunk: int, softcap: float | None, kind: Literal["soft", "lk"]) -> None:
     head, ids = random_head(softcap=softcap), random_ids()
     batch = make_batch([random_row(mask, seed) for seed, mask in enumerate(MASKS)], K, torch.float32, chunk=chunk)
     steps = some_steps(batch)
     hidden = [step.hidden_RD for step in steps]
     weight = torch.randn(DRAFT_VOCAB, WIDTH, generator=torch.Generator().manual_seed(8)).requires_grad_()
-    loss, sums = draft_loss(steps, weight, Teacher(head, ids, torch.float32, CPU), batch, 0.8, 13.0)
+    loss, sums = draft_loss(steps, weight, Teacher(head, ids, torch.float32, CPU), batch, Objective(0.8, 13.0, kind))
     fast = torch.autograd.grad(3.0 * loss, [weight, *hidden])
-    plain, per_step = plain_loss(steps, weight, head, ids, batch.last, 13.0)
+    plain, per_step = plain_loss(steps, weight, head, ids, batch.last, 13.0, kind)
     slow = torch.autograd.grad(3.0 * plain, [weight, *hidden])
     assert relative_error(loss, plain) < 1e-5
-    assert relative_error(sums.cross_entropy, torch.tensor(per_step)) < 1e-5
+    assert relative_error(sums.loss, torch.tensor(per_step)) < 1e-5
     for found, wanted in zip(fast, slow, strict=True):
         assert relative_error(found, wanted) < 1e-5
 
@@ -87,7 +97,8 @@ def test_the_teacher_is_the_targets_distribution_renormalised_over_the_draft_voc
 
 
 @pytest.mark.parametrize("chunk", [3, 1024])
-def test_a_row_that_does_not_count_contributes_exactly_nothing(chunk: int) -> None:
+@pytest.mark.parametrize("kind", ["soft", "lk"])
+def test_a_row_that_does_not_count_contributes_exactly_nothing(chunk: int, kind: Literal["soft", "lk"]) -> None:
     teacher = Teacher(random_head(), random_ids(), torch.float32, CPU)
     batch = make_batch([random_row(mask, seed) for seed, mask in enumerate(MASKS)], K, torch.float32, chunk=chunk)
     weight = torch.randn(DRAFT_VOCAB, WIDTH, generator=torch.Generator().manual_seed(8)).requires_grad_()
@@ -96,7 +107,7 @@ def test_a_row_that_does_not_count_contributes_exactly_nothing(chunk: int) -> No
     for filler in (None, 1e6):  # what stands in such a row may be anything at all
         if filler is not None:
             steps = [replace(step, hidden_RD=step.hidden_RD.detach().masked_fill(~step.counts_R[:, None], filler).requires_grad_()) for step in steps]
-        loss, sums = draft_loss(steps, weight, teacher, batch, 0.8, 1.0)
+        loss, sums = draft_loss(steps, weight, teacher, batch, Objective(0.8, 1.0, kind))
         found.append((loss, sums, torch.autograd.grad(loss, [weight, *(step.hidden_RD for step in steps)])))
         for step, gradient in zip(steps, found[-1][2][1:], strict=True):
             assert not gradient[~step.counts_R].any()
@@ -104,7 +115,7 @@ def test_a_row_that_does_not_count_contributes_exactly_nothing(chunk: int) -> No
     assert any(bool((~step.counts_R).any()) for step in steps)
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][2][0], found[1][2][0])
-    assert torch.equal(found[0][1].cross_entropy, found[1][1].cross_entropy)
+    assert torch.equal(found[0][1].loss, found[1][1].loss)
 
 
 @pytest.mark.parametrize("chunk", [3, 1024])
@@ -119,7 +130,7 @@ def test_loss_sums_count_rows_and_agreements_as_a_loop_does(chunk: int) -> None:
         with torch.no_grad():
             teachers = best[(step.at_R + 1).clamp(max=batch.num_tokens - 1)]
             step.hidden_RD[::2] = 10 * F.normalize(draft_head[teachers[::2]], dim=-1)
-    _, sums = draft_loss(steps, draft_head, Teacher(head, ids, torch.float32, CPU), batch, 0.8, 1.0)
+    _, sums = draft_loss(steps, draft_head, Teacher(head, ids, torch.float32, CPU), batch, Objective(0.8, 1.0))
     rows, agreed = [0] * K, [0] * K
     for k, step in enumerate(steps):
         for r in range(len(step.at_R)):
@@ -136,7 +147,9 @@ def test_loss_sums_count_rows_and_agreements_as_a_loop_does(chunk: int) -> None:
 def test_a_step_that_no_row_reaches_adds_nothing_and_breaks_nothing() -> None:
     draft, head = random_draft(small_shape()), random_head()
     batch = make_batch([random_row(".ss")], K, torch.float32)
-    loss, sums = draft_loss(unroll(draft, head.embedding, batch, K), draft.lm_head.weight, Teacher(head, random_ids(), torch.float32, CPU), batch, 0.8, 1.0)
+    loss, sums = draft_loss(
+        unroll(draft, head.embedding, batch, K), draft.lm_head.weight, Teacher(head, random_ids(), torch.float32, CPU), batch, Objective(0.8, 1.0)
+    )
     loss.backward()
     assert sums.rows.tolist() == [1, 0, 0, 0]
     assert all(torch.isfinite(gradient).all() for gradient in gradients(draft).values())
@@ -185,6 +198,8 @@ def test_the_denominator_is_the_rows_that_count_at_step_0_of_the_whole_optimiser
     found, num_rows, _ = step_gradients(rows, [1, 2], draft)
     head, batch = random_head(), make_batch(rows, K, torch.float32)
     assert num_rows[0] == len(batch.rows_R) == 5 + 1 + 2
-    loss, _ = draft_loss(unroll(draft, head.embedding, batch, K), draft.lm_head.weight, Teacher(head, random_ids(), torch.float32, CPU), batch, 0.8, 8.0)
+    loss, _ = draft_loss(
+        unroll(draft, head.embedding, batch, K), draft.lm_head.weight, Teacher(head, random_ids(), torch.float32, CPU), batch, Objective(0.8, 8.0)
+    )
     loss.backward()
     assert_same_gradients(found, gradients(draft), 1e-5)

@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from draft_helpers import assert_same_gradients, gradients, random_draft, random_head, random_ids, random_row, relative_error, small_shape
+from draft_helpers import WIDTH, assert_same_gradients, gradients, random_draft, random_head, random_ids, random_row, relative_error, small_shape
 
 from eyas.draft.attention import Document, cached_attention, unrolled_attention
 from eyas.draft.model import Draft, DraftCache
 from eyas.features.shard import FeatureRow
 from eyas.train.batch import make_batch
-from eyas.train.loss import Teacher, draft_loss
+from eyas.train.loss import Objective, Teacher, draft_loss
 from eyas.train.unroll import unroll
 
 K = 4
@@ -73,7 +73,7 @@ def loss_of(draft: Draft, rows: list[FeatureRow], denominator: float, num_steps:
     head = random_head()
     batch = make_batch(rows, num_steps, torch.float32)
     teacher = Teacher(head, random_ids(), torch.float32, torch.device("cpu"))
-    return draft_loss(unroll(draft, head.embedding, batch, num_steps), draft.lm_head.weight, teacher, batch, 0.8, denominator)[0]
+    return draft_loss(unroll(draft, head.embedding, batch, num_steps), draft.lm_head.weight, teacher, batch, Objective(0.8, denominator))[0]
 
 
 def test_packed_documents_equal_the_same_documents_alone() -> None:
@@ -276,3 +276,17 @@ def test_cached_attention_is_causal_over_what_is_cached_and_new(num_new: int) ->
     q, key, value = torch.randn(num_new, 4, 6, generator=generator), torch.randn(8, 2, 6, generator=generator), torch.randn(8, 2, 6, generator=generator)
     wanted = naive_attention(q.double(), key.double(), value.double(), [], [], list(range(8 - num_new, 8)), [Document(0, 8, 0, num_new)])
     assert relative_error(cached_attention(q, key, value), wanted) < 1e-5
+
+
+def test_recomputing_in_backward_changes_no_bit() -> None:
+    rows = [random_row(mask, seed) for seed, mask in enumerate([".ssss.sss", "s", "...", ".ss", "ssssssssss", "..s"], start=70)]
+    batch, head = make_batch(rows, K, torch.float32), random_head()
+    draft, weights = random_draft(small_shape()), torch.randn(K, len(batch.rows_R), WIDTH)
+    found, grads = [], []
+    for recompute in (False, True):
+        hidden = torch.stack([step.hidden_RD for step in unroll(draft, head.embedding, batch, K, recompute)])
+        (hidden * weights).sum().backward()
+        found.append(hidden)
+        grads.append(gradients(draft))
+    assert torch.equal(*found)
+    assert_same_gradients(*grads, 0.0)

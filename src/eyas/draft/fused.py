@@ -1,29 +1,47 @@
 """Elementwise parts: on a GPU each becomes one or two kernels, elsewhere it runs as written.
 
-torch.compile works on functions of tensors without products: products go to the vendor's library as they are. Shapes are few, because batches are filled up
-to a budget of tokens, so nothing is compiled twice for long.
+torch.compile works on functions of tensors without products: products go to the vendor's library as they are. What differs from batch to batch is how many
+rows there are, the first size of every tensor but a parameter. torch is told so, and compiles each function once for all of them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ParamSpec, TypeVar
 
 import torch
 
 P = ParamSpec("P")
 T = TypeVar("T")
+# A function that takes a list is compiled once for each length, and a length a draft step is more than the 8 after which torch gives up without an error.
+torch._dynamo.config.recompile_limit = 64
+
+
+def compiles(first: object) -> bool:
+    """Whether a function whose first argument is this is compiled: a tensor on a GPU."""
+    return isinstance(first, torch.Tensor) and first.is_cuda
 
 
 def fused(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, compiled when its first argument is a tensor on a GPU."""
-    compiled = torch.compile(function, dynamic=None)
+    """`function`, compiled where that pays."""
+    compiled = torch.compile(function)
 
     @functools.wraps(function)
     def call(*arguments: P.args, **keywords: P.kwargs) -> T:
-        first = arguments[0]
-        on_gpu = isinstance(first, torch.Tensor) and first.is_cuda
-        return (compiled if on_gpu else function)(*arguments, **keywords)
+        if not compiles(arguments[0]):
+            return function(*arguments, **keywords)
+        for tensor in _tensors(arguments):
+            if not isinstance(tensor, torch.nn.Parameter):
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return compiled(*arguments, **keywords)
 
     return call
+
+
+def _tensors(arguments: Iterable[object]) -> Iterable[torch.Tensor]:
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _tensors(argument)

@@ -67,7 +67,7 @@ def load(path: Path, draft: Draft, optimizer: Optimizers) -> TrainState:
     """Puts weights and moments back, exactly."""
     draft.load_state_dict(load_file(path / "weights.safetensors"))
     tensors = load_file(path / "optimizer.safetensors")
-    for name, parameter in draft.named_parameters():
+    for name, parameter in _trained(draft):
         optimizer.restore(parameter, {key.partition(".")[0]: value for key, value in tensors.items() if key.partition(".")[2] == name})
     return TrainState(**read_json(path / "state.json"))
 
@@ -83,4 +83,8 @@ def load_draft(path: Path) -> Draft:
 
 def _optimizer_tensors(draft: Draft, optimizer: Optimizers) -> dict[str, torch.Tensor]:
     state = optimizer.state
-    return {f"{key}.{name}": value.detach().cpu().contiguous() for name, parameter in draft.named_parameters() for key, value in state[parameter].items()}
+    return {f"{key}.{name}": value.detach().cpu().contiguous() for name, parameter in _trained(draft) for key, value in state[parameter].items()}
+
+
+def _trained(draft: Draft) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, parameter) for name, parameter in draft.named_parameters() if parameter.requires_grad]

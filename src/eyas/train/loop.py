@@ -29,7 +29,7 @@ from eyas.train import checkpoint
 from eyas.train.batch import Batch, make_batch
 from eyas.train.checkpoint import TrainState
 from eyas.train.feed import Step, feed
-from eyas.train.loss import LossSums, Teacher, draft_loss
+from eyas.train.loss import LossSums, Objective, Teacher, draft_loss
 from eyas.train.optim import Optimizers, make_optimizer, rate_share
 from eyas.train.sampler import epoch_steps, pack
 from eyas.train.unroll import unroll
@@ -78,12 +78,12 @@ def train(draft: Draft, materials: Materials, section: TrainSection, seed: int, 
             share = rate_share(section, state.step, len(schedule))
             sums, grad_norm = optimizer_step(draft, optimizer, materials, section, step, share)
             state = TrainState(state.step + 1, state.best_step, state.best_acceptance)
-            loss = float(sum(section.step_weight**k * ce for k, ce in enumerate(sums.cross_entropy.tolist())) / sums.rows[0])
+            loss = float(sum(section.step_weight**k * total for k, total in enumerate(sums.loss.tolist())) / sums.rows[0])
             if not loss < float("inf"):
                 raise UserError(f"The loss became {loss} at step {state.step}. Lower train.lr or train.grad_clip; `eyas train` then begins anew.")
             log.add(
                 step=state.step, epoch=epoch, lr=section.lr * share, loss=loss, grad_norm=grad_norm,
-                cross_entropy=per_row(sums.cross_entropy, sums.rows), agreement=per_row(sums.agreed, sums.rows), seconds=time.monotonic() - began,
+                losses=per_row(sums.loss, sums.rows), agreement=per_row(sums.agreed, sums.rows), seconds=time.monotonic() - began,
             )  # fmt: skip
             task.advance(tokens_of[state.step - 1], f"step {state.step}/{len(schedule)}, loss {loss:.3f}, agreement {sums.agreed[0] / sums.rows[0]:.1%}")
             if state.step % section.checkpoint_every == 0 or state.step == len(schedule):
@@ -120,14 +120,14 @@ def optimizer_step(draft: Draft, optimizer: Optimizers, materials: Materials, se
         loss.backward()
         total = sums if total is None else total + sums
     assert total is not None
-    grad_norm = float(torch.nn.utils.clip_grad_norm_(draft.parameters(), section.grad_clip))
+    grad_norm = torch.nn.utils.clip_grad_norm_(draft.parameters(), section.grad_clip)
     optimizer.step(share)
-    return total, grad_norm
+    return total.cpu(), float(grad_norm)
 
 
 def batch_loss(draft: Draft, materials: Materials, batch: Batch, section: TrainSection, denominator: float) -> tuple[torch.Tensor, LossSums]:
-    steps = unroll(draft, materials.embedding, batch, section.unroll_steps)
-    return draft_loss(steps, draft.lm_head.weight, materials.teacher, batch, section.step_weight, denominator)
+    steps = unroll(draft, materials.embedding, batch, section.unroll_steps, section.recompute)
+    return draft_loss(steps, draft.lm_head.weight, materials.teacher, batch, Objective(section.step_weight, denominator, section.loss))
 
 
 def measure_and_save(

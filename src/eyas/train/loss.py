@@ -1,6 +1,12 @@
-"""Soft cross-entropy to the target's distribution, without ever holding logits of all rows.
+"""How far the draft's distribution is from the target's, without ever holding logits of all rows.
 
-Rule for the teacher's mass outside the draft vocabulary: the teacher is renormalised over the draft vocabulary, and every row counts alike.
+p is the target's distribution, q the draft's, both over the draft vocabulary. Two losses of a row:
+
+    soft   cross-entropy: -sum p log q
+    lk     w KL(p, q) + (1 - w) TV(p, q), with w = exp(-3 a) and no gradient through it; a = sum min(p, q) = 1 - TV is the chance that speculative sampling
+           accepts a token drawn from q. Far from p the cross-entropy leads, near it the acceptance itself. ("LK Losses", arXiv 2602.23881, the hybrid.)
+
+Rule for the target's mass outside the draft vocabulary: p is renormalised over the draft vocabulary, and every row counts alike.
 
 Chunks of rows: logits, loss and the gradients of rows and head in one pass, so that backward only scales what is there.
 
@@ -10,7 +16,7 @@ Legend: T positions, R rows, D hidden width, Vd draft vocabulary, C rows of a ch
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,6 +25,8 @@ from eyas.draft.product import add_product
 from eyas.target.embeddings import TargetHead
 from eyas.train.batch import Batch, Chunk
 from eyas.train.unroll import StepOutput
+
+LK_DECAY = 3.0  # the paper's best
 
 
 class Teacher:
@@ -34,29 +42,39 @@ class Teacher:
 
 @dataclass(frozen=True)
 class LossSums:
-    """Per step k, float64 [K] on the CPU: rows that count, summed cross-entropy, rows whose most likely token is the teacher's."""
+    """Per step k, float64 [K]: rows that count, their summed loss, and how many of them find the teacher's likeliest token the likeliest."""
 
     rows: torch.Tensor
-    cross_entropy: torch.Tensor
+    loss: torch.Tensor
     agreed: torch.Tensor
 
     def __add__(self, other: LossSums) -> LossSums:
-        return LossSums(self.rows + other.rows, self.cross_entropy + other.cross_entropy, self.agreed + other.agreed)
+        return LossSums(self.rows + other.rows, self.loss + other.loss, self.agreed + other.agreed)
+
+    def cpu(self) -> LossSums:
+        """Waits for the device; not before there is nothing more to give it."""
+        return LossSums(self.rows.cpu(), self.loss.cpu(), self.agreed.cpu())
 
 
-def draft_loss(
-    steps: list[StepOutput], head_weight: torch.Tensor, teacher: Teacher, batch: Batch, step_weight: float, denominator: float
-) -> tuple[torch.Tensor, LossSums]:
-    """sum over steps and counting rows of step_weight**k * cross-entropy, divided by `denominator`.
+@dataclass(frozen=True)
+class Objective:
+    """kind: of a row's loss. step_weight: step k weighs step_weight**k. denominator: the rows that count at step 0 in the whole optimiser step, over all its
+    batches, so that the split into batches changes nothing."""
 
-    denominator: the rows that count at step 0 in the whole optimiser step, over all its batches, so that the split into batches changes nothing.
-    head_weight float32 [Vd, D]. Returns the loss, to be called backward on, and its parts.
+    step_weight: float
+    denominator: float
+    kind: Literal["soft", "lk"] = "soft"
+
+
+def draft_loss(steps: list[StepOutput], head_weight: torch.Tensor, teacher: Teacher, batch: Batch, objective: Objective) -> tuple[torch.Tensor, LossSums]:
+    """The weighted sum over steps and counting rows, divided by the denominator. head_weight float32 [Vd, D].
+
+    Returns the loss, to be called backward on once, and its parts on the device.
     """
     sums = torch.zeros(3, len(steps), dtype=torch.float64, device=head_weight.device)
-    weights = [step_weight**k / denominator for k in range(len(steps))]
     counts_KR = torch.stack([step.counts_R for step in steps])
-    loss = _ChunkedLoss.apply(head_weight, teacher, batch.last, batch.chunks, counts_KR, weights, sums, *(step.hidden_RD for step in steps))
-    return loss, LossSums(*sums.cpu())
+    loss = _ChunkedLoss.apply(head_weight, teacher, batch.last, batch.chunks, counts_KR, objective, sums, *(step.hidden_RD for step in steps))
+    return loss, LossSums(*sums)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -69,55 +87,63 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, head_weight: torch.Tensor, teacher: Teacher, last_TD: torch.Tensor, chunks: list[Chunk], counts_KR: torch.Tensor,
-        weights: list[float], sums: torch.Tensor, *rows: torch.Tensor,
+        objective: Objective, sums: torch.Tensor, *rows: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         head = head_weight.to(rows[0].dtype)
-        grad_head = torch.zeros_like(head_weight) if ctx.needs_input_grad[0] else head_weight.new_empty(0)
+        grad_head = torch.zeros_like(head_weight) if ctx.needs_input_grad[0] else None
         grad_rows = [torch.empty_like(row) for row in rows]
+        weights = [objective.step_weight**k / objective.denominator for k in range(len(rows))]
         loss = torch.zeros((), dtype=torch.float32, device=head.device)
         for chunk in chunks:
             part = slice(chunk.start, chunk.end)
             teacher_NV = teacher.logits(last_TD[chunk.needed_N])
             for k, row in enumerate(rows):
                 counts_C = counts_KR[k, part]
-                cross_entropy_C, agreed_C, grad_logits = compare(
-                    row[part] @ head.T, teacher_NV, chunk.where_KC[k], counts_C, weights[k] * counts_C, teacher.head.softcap
+                loss_C, agreed_C, grad_logits = compare(
+                    row[part] @ head.T, teacher_NV, chunk.where_KC[k], counts_C, weights[k] * counts_C, teacher.head.softcap, objective.kind == "lk"
                 )
-                loss += weights[k] * cross_entropy_C.sum()
-                sums[:, k] += torch.stack((counts_C.sum(dtype=torch.float64), cross_entropy_C.sum(dtype=torch.float64), agreed_C.sum(dtype=torch.float64)))
-                grad_rows[k][part] = grad_logits @ head
-                if ctx.needs_input_grad[0]:
+                loss += weights[k] * loss_C.sum()
+                sums[:, k] += torch.stack([column.sum(dtype=torch.float64) for column in (counts_C, loss_C, agreed_C)])
+                torch.mm(grad_logits, head, out=grad_rows[k][part])
+                if grad_head is not None:
                     add_product(grad_head, grad_logits.T, row[part])
-        ctx.save_for_backward(grad_head, *grad_rows)
+        ctx.gradients = grad_head, grad_rows
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (scale,) = grads
-        grad_head, *grad_rows = ctx.saved_tensors
-        return (
-            (grad_head * scale if ctx.needs_input_grad[0] else None),
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-            *(grad * scale.to(grad.dtype) for grad in grad_rows),
-        )
+        grad_head, grad_rows = ctx.gradients
+        del ctx.gradients  # held by no one else, the head's becomes `head_weight.grad` itself, not a copy of half a gigabyte
+        for grad in (*grad_rows, *([] if grad_head is None else [grad_head])):
+            grad.mul_(scale.to(grad.dtype))
+        return grad_head, None, None, None, None, None, None, *grad_rows
 
 
 @fused
 def compare(
-    logits_CV: torch.Tensor, teacher_NV: torch.Tensor, where_C: torch.Tensor, counts_C: torch.Tensor, weight_C: torch.Tensor, softcap: float | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> cross-entropy of each row that counts, whether it agrees with its teacher on the likeliest token, and the weighted gradient of the logits."""
+    logits_CV: torch.Tensor, teacher_NV: torch.Tensor, where_C: torch.Tensor, counts_C: torch.Tensor, weight_C: torch.Tensor, softcap: float | None,
+    lk: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """-> the loss of each row that counts, whether it agrees with its teacher on the likeliest token, and the weighted gradient of the logits."""
     teacher_CV = teacher_NV[where_C].float()
     if softcap is not None:
         teacher_CV = softcap * torch.tanh(teacher_CV / softcap)
-    p_CV = teacher_CV.softmax(-1)
     log_q_CV = logits_CV.float().log_softmax(-1)
-    cross_entropy_C = -(p_CV * log_q_CV).sum(-1) * counts_C
+    q_CV = log_q_CV.exp()
     agreed_C = (log_q_CV.argmax(-1) == teacher_CV.argmax(-1)) & counts_C
-    grad_CV = ((log_q_CV.exp() - p_CV) * weight_C[:, None]).to(logits_CV.dtype)
-    return cross_entropy_C, agreed_C, grad_CV
+    if lk:
+        log_p_CV = teacher_CV.log_softmax(-1)
+        p_CV = log_p_CV.exp()
+        accepted_C = torch.minimum(p_CV, q_CV).sum(-1)
+        share_C = (-LK_DECAY * accepted_C).exp()
+        loss_C = share_C * (p_CV * (log_p_CV - log_q_CV)).sum(-1) + (1 - share_C) * (1 - accepted_C)
+        # Of -sum min(p, q): only where q < p does q count, and softmax carries that to every logit.
+        short_CV = q_CV < p_CV
+        short_C = (q_CV * short_CV).sum(-1)
+        grad_CV = share_C[:, None] * (q_CV - p_CV) + (1 - share_C)[:, None] * q_CV * (short_C[:, None] - short_CV.float())
+    else:
+        p_CV = teacher_CV.softmax(-1)
+        loss_C = -(p_CV * log_q_CV).sum(-1)
+        grad_CV = q_CV - p_CV
+    return loss_C * counts_C, agreed_C, (grad_CV * weight_C[:, None]).to(logits_CV.dtype)

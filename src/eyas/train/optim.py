@@ -88,10 +88,12 @@ class Optimizers:
 
 
 def make_optimizer(draft: Draft, section: TrainSection, dtype: torch.dtype) -> Optimizers:
-    """dtype: of Muon's products. Weight decay falls on matrices alone: pulling norm weights to zero would fight what they are for."""
-    matrices = [weight for weight in draft.parameters() if weight.dim() > 1 and weight is not draft.lm_head.weight]
+    """dtype: of Muon's products. Weight decay falls on matrices alone: pulling norm weights to zero would fight what they are for. With section.freeze_head
+    the head is given no gradient from here on."""
+    head = draft.lm_head.weight.requires_grad_(not section.freeze_head)
+    matrices = [weight for weight in draft.parameters() if weight.dim() > 1 and weight is not head]
     vectors = [weight for weight in draft.parameters() if weight.dim() == 1]
-    decayed: dict[str, Any] = {"params": [draft.lm_head.weight], "peak": section.lr, "weight_decay": section.weight_decay}
+    decayed: dict[str, Any] = {"params": [] if section.freeze_head else [head], "peak": section.lr, "weight_decay": section.weight_decay}
     adamw = [decayed, {"params": vectors, "peak": section.lr, "weight_decay": 0.0}]
     parts: list[torch.optim.Optimizer] = []
     if section.optimizer == "muon":

@@ -26,7 +26,7 @@ def shape_of(config: RunConfig, spec: TargetSpec) -> DraftShape:
 
 
 def settings(config: RunConfig, spec: TargetSpec) -> dict[str, Any]:
-    section = config.train.model_dump(exclude={"tokens_per_batch", "checkpoint_every", "dtype"})
+    section = config.train.model_dump(exclude={"tokens_per_batch", "checkpoint_every", "dtype", "recompute"})
     return {
         "draft": {**shape_of(config, spec).as_dict(), "init_head": config.draft.init_head},
         "train": {**section, "dtype": str(resolve_dtype(config.train.dtype, resolve_device(config.target.device)))},
