@@ -39,6 +39,7 @@ class WorkerProcess:
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
         self.log = log
+        self.workers: dict[int, str] = {}  # what had worked when the last reply came, and its names
         self.read_end, write_end = os.pipe()
         self.buffer = b""
         try:
@@ -65,7 +66,7 @@ class WorkerProcess:
         Raises Lost if the process ends, or is silent for `hang_seconds` (its stack is then in the log, and it is gone), or for CHILD_SECONDS after one that
         it had started ended, for vLLM does not always notice; Failed for an error it reports.
         """
-        workers = {pid: _name(pid) for pid in self._pids() if _stat(pid)[2] > WORKED_SECONDS}
+        workers = self.workers | self._working()
         sign, since = (sign_of_life(), self._log_size()), time.monotonic()
         while b"\n" not in self.buffer:
             if select.select([self.read_end], [], [], POLL_SECONDS)[0]:
@@ -82,6 +83,7 @@ class WorkerProcess:
             elif time.monotonic() - since > CHILD_SECONDS and (gone := sorted(workers.keys() - set(self._pids()))):
                 self.stop(0.0)
                 raise Lost(f"its process {gone[0]} ({workers[gone[0]]}) ended and it did not go on")
+        self.workers = self._working()
         line, _, self.buffer = self.buffer.partition(b"\n")
         reply = json.loads(line)
         if "error" in reply:
@@ -152,6 +154,9 @@ class WorkerProcess:
         """This process and all of its session that live."""
         leader = self.process.pid
         return [pid for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()) if _stat(pid)[1] == leader and _stat(pid)[0] not in ("Z", "X")]
+
+    def _working(self) -> dict[int, str]:
+        return {pid: _name(pid) for pid in self._pids() if _stat(pid)[2] > WORKED_SECONDS}
 
     def _cpu_seconds(self) -> float:
         return sum(_stat(pid)[2] for pid in self._pids())
