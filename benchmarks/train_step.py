@@ -1,21 +1,29 @@
-"""One optimiser step of draft training at the shapes of real targets: speed, share of the chip, memory.
+"""One optimiser step of draft training at the shapes of real targets: speed, share of the chip, memory; and beside it the peers', on the same work.
 
-    python benchmarks/train_step.py --shape llama-8b [--tokens 8192] [--rows 2048x4 | FILE] [--supervised 1.0] [--steps 7] [--freeze-head] [--profile FILE]
+    python benchmarks/train_step.py --shape llama-8b [--tokens 8192] [--rows 2048x4 | FILE] [--supervised SHARE] [--steps 7] [--freeze-head] [--peers FOLDER]
 
-Features are random. --rows: so many documents of so many tokens, or a JSON file with a list of [length, [[start, end] of each supervised span]], of which as
-many are packed as fit. Counted: forward, backward, clipping and AdamW; not reading features. Prints tokens/s, supervised tokens/s, arithmetic done in TFLOP/s
-and its share of the measured peak of bfloat16 products, and the most memory held.
+Features are random. --rows: so many documents of so many tokens, all supervised, or a JSON file of row shapes (benchmarks/row_shapes.json), packed in turn
+into as many steps as --packs says. --supervised shortens each supervised span from its beginning until about that share of all tokens is left. Counted:
+forward, backward, clipping and AdamW; not reading features. Prints tokens/s, supervised tokens/s, arithmetic done in TFLOP/s and its share of the measured
+peak of bfloat16 products, and the most memory held.
+
+--peers: FOLDER holds speculators 0.9.0, hs-connectors 0.9.0 and specforge 0.2.0, each wheel unpacked into it (`pip download --no-deps`, `unzip`), with the
+packages that they import installed. Each runs in a process of its own after ours, the same rows, the same K, AdamW included; then come the ratios.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from timing import timed
 
 from eyas.config import TrainSection
 from eyas.draft.model import Draft
@@ -36,6 +44,7 @@ SHAPES = {
     "llama-70b": (8192, 28672, 64, 8, 128, 128256, 32000),
     "kimi-k2.5": (7168, 18432, 64, 64, 128, 163840, 32000),
 }
+RowShape = tuple[int, list[tuple[int, int]]]  # tokens of a document, [start, end) of each supervised span
 
 
 def main() -> None:
@@ -43,47 +52,98 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--rows", default="2048x4")
-    parser.add_argument("--supervised", type=float, default=1.0, help="share of each document, at its end")
+    parser.add_argument("--packs", type=int, default=1, help="steps of different rows, timed in turn")
+    parser.add_argument("--supervised", type=float, help="share of all tokens")
     parser.add_argument("--steps", type=int, default=7, help="K")
     parser.add_argument("--repeat", type=int, default=10)
     parser.add_argument("--freeze-head", action="store_true")
+    parser.add_argument("--loss", choices=("soft", "lk"), default="soft")
+    parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--profile", type=Path, help="where to write a table of kernels")
+    parser.add_argument("--peers", type=Path)
+    parser.add_argument("--peer-batch", type=int, default=8, help="rows of a padded batch of SpecForge")
     options = parser.parse_args()
+    packs = row_packs(options)
+    num_tokens = sum(length for pack in packs for length, _ in pack)
+    share = sum(end - start for pack in packs for _, spans in pack for start, end in spans) / num_tokens
+    print(f"{options.shape}, K = {options.steps}: {num_tokens:,} tokens in {sum(map(len, packs))} documents and {len(packs)} steps, {share:.0%} supervised")
+    ours = time_ours(options, packs)
+    report(f"Eyas{', head frozen' if options.freeze_head else ''}", ours, num_tokens)
+    if options.peers:
+        time_peers(options, packs, num_tokens, ours)
+
+
+def time_ours(options: argparse.Namespace, packs: list[list[RowShape]]) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = draft_shape_of(options.shape)
     torch.manual_seed(0)
-    batch = make_batch(random_rows(options, shape.hidden_size), options.steps, torch.bfloat16, SHAPE_MULTIPLE, loss_chunk(device)).to(device)
+    batches = [make_batch(random_rows(pack, shape.hidden_size), options.steps, torch.bfloat16, SHAPE_MULTIPLE, loss_chunk(device)).to(device) for pack in packs]
     draft = Draft(shape).to(device)
-    draft.lm_head.weight.requires_grad_(not options.freeze_head)
     _, _, _, _, _, vocab, _ = SHAPES[options.shape]
     table = torch.randn(vocab, shape.hidden_size, device=device, dtype=torch.bfloat16)
     head = TargetHead(table, torch.ones(shape.hidden_size), 1e-5, table, None)
     teacher = Teacher(head, torch.arange(shape.draft_vocab_size, device=device), torch.bfloat16, device)
-    section = TrainSection(optimizer="adamw", unroll_steps=options.steps)
+    section = TrainSection(optimizer="adamw", unroll_steps=options.steps, freeze_head=options.freeze_head)
     optimizer = make_optimizer(draft, section, torch.bfloat16)
 
-    def step() -> None:
+    def step(index: int) -> None:
+        batch = batches[index]
         optimizer.zero_grad()
-        loss, _ = draft_loss(
-            unroll(draft, table, batch, options.steps), draft.lm_head.weight, teacher, batch, Objective(section.step_weight, float(len(batch.rows_R)))
-        )
+        steps = unroll(draft, table, batch, options.steps, options.recompute)
+        loss, _ = draft_loss(steps, draft.lm_head.weight, teacher, batch, Objective(section.step_weight, float(len(batch.rows_R)), options.loss))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(draft.parameters(), section.grad_clip)
         optimizer.step(1.0)
 
-    seconds = timed(step, options.repeat, device)
-    num_rows = int((batch.num_steps_R > 0).sum())
-    work = flops(shape, batch, options.steps, options.freeze_head)
-    print(f"{options.shape}: {batch.num_tokens:,} tokens in {len(batch.documents)} documents, {num_rows:,} supervised rows, K = {options.steps}, on {device}")
-    print(f"  {seconds * 1e3:.1f} ms a step, {batch.num_tokens / seconds:,.0f} tokens/s, {num_rows / seconds:,.0f} supervised rows/s")
-    if device.type == "cuda":
-        peak = gemm_peak(device)
-        print(f"  {work / seconds / 1e12:.0f} TFLOP/s, {work / seconds / peak:.0%} of the {peak / 1e12:.0f} of a large product; "
-              f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at most")  # fmt: skip
+    found = timed(step, len(batches), options.repeat)
+    found["rows"] = sum(int((batch.num_steps_R > 0).sum()) for batch in batches)
+    found["flops"] = sum(flops(shape, batch, options.steps, options.freeze_head) for batch in batches)
+    found["peak_flops"] = gemm_peak(device) if device.type == "cuda" else None
     if options.profile:
         with torch.profiler.profile() as profile:
-            step()
+            step(0)
         options.profile.write_text(profile.key_averages().table(sort_by="cuda_time_total" if device.type == "cuda" else "cpu_time_total", row_limit=60))
+    return found
+
+
+def report(name: str, found: dict[str, Any], num_tokens: int) -> None:
+    line = f"  {name}: {found['seconds'] * 1e3:,.1f} ms, {num_tokens / found['seconds']:,.0f} tokens/s"
+    if "rows" in found:
+        line += f", {found['rows'] / found['seconds']:,.0f} supervised rows/s, {found['flops'] / found['seconds'] / 1e12:.2f} TFLOP/s"
+    if found.get("peak_flops"):
+        line += f", {found['flops'] / found['seconds'] / found['peak_flops']:.1%} of the {found['peak_flops'] / 1e12:.0f} of a large product"
+    if found["peak_gib"] is not None:
+        line += f", {found['peak_gib']:.1f} GiB at most"
+    print(f"{line} (first round {found['first_round']:.0f} s)", flush=True)
+
+
+def time_peers(options: argparse.Namespace, packs: list[list[RowShape]], num_tokens: int, ours: dict[str, Any]) -> None:
+    hidden, inner, heads, groups, width, vocab, draft_vocab = SHAPES[options.shape]
+    job = {
+        "hidden": hidden, "inner": inner, "heads": heads, "groups": groups, "width": width, "vocab": vocab, "draft_vocab": draft_vocab,
+        "steps": options.steps, "repeat": options.repeat, "tokens": options.tokens, "packs": packs, "peer_batch": options.peer_batch,
+        "fused_loss": torch.cuda.is_available() and not torch.__version__.startswith("2.11"),
+    }  # fmt: skip
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(options.peers), str(here), os.environ.get("PYTHONPATH", "")])
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    for script in ("speculators_step.py", "specforge_step.py"):
+        done = subprocess.run(
+            [sys.executable, here / "peers" / script],
+            input=json.dumps(job),
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        if done.returncode:
+            print(f"  {script} failed with code {done.returncode}")
+            continue
+        found = json.loads(done.stdout.strip().splitlines()[-1])
+        report(found["peer"], found, num_tokens)
+        memory = f", {ours['peak_gib'] / found['peak_gib']:.2f} of its memory" if found["peak_gib"] else ""
+        print(f"    Eyas: {found['seconds'] / ours['seconds']:.2f} times its speed{memory}", flush=True)
 
 
 def draft_shape_of(name: str) -> DraftShape:
@@ -95,45 +155,37 @@ def draft_shape_of(name: str) -> DraftShape:
     )  # fmt: skip
 
 
-def random_rows(options: argparse.Namespace, width: int) -> list[FeatureRow]:
+def row_packs(options: argparse.Namespace) -> list[list[RowShape]]:
+    """The rows of each step: whole ones, in order, as many as fit."""
     if Path(options.rows).exists():
-        wanted: list[tuple[int, list[list[int]]]] = json.loads(Path(options.rows).read_text())
+        wanted = json.loads(Path(options.rows).read_text())
     else:
         length, count = (int(part) for part in options.rows.split("x"))
-        wanted = [(length, [[round(length * (1 - options.supervised)), length]])] * count
-    rows, total = [], 0
+        wanted = [(length, [(0, length)])] * (count * options.packs)
+    packs: list[list[RowShape]] = [[]]
     for length, spans in wanted:
-        if total + length > options.tokens:
-            continue
+        if sum(other for other, _ in packs[-1]) + length > options.tokens:
+            if len(packs) == options.packs:
+                break
+            packs.append([])
+        packs[-1].append((length, spans))
+    if options.supervised is not None:
+        total = sum(length for pack in packs for length, _ in pack)
+        scale = options.supervised * total / sum(end - start for pack in packs for _, spans in pack for start, end in spans)
+        packs = [[(length, [(round(end - (end - start) * scale), end) for start, end in spans]) for length, spans in pack] for pack in packs]
+    return packs
+
+
+def random_rows(pack: list[RowShape], width: int) -> list[FeatureRow]:
+    rows = []
+    for number, (length, spans) in enumerate(pack):
         supervised = torch.zeros(length, dtype=torch.bool)
         for start, end in spans:
             supervised[start:end] = True
         tokens = torch.randint(0, 400, (length,), dtype=torch.int32)
         aux, last = torch.randn(length, 3, width, dtype=torch.bfloat16), torch.randn(length, width, dtype=torch.bfloat16)
-        rows.append(FeatureRow(str(len(rows)), tokens, supervised, aux, last))
-        total += length
+        rows.append(FeatureRow(str(number), tokens, supervised, aux, last))
     return rows
-
-
-def timed(step: Any, repeat: int, device: torch.device) -> float:
-    """The median of `repeat` steps, in seconds, after three that are not counted."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    for _ in range(3):
-        step()
-    wait()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for _ in range(repeat):
-        start = time.perf_counter()
-        step()
-        wait()
-        seconds.append(time.perf_counter() - start)
-    return sorted(seconds)[len(seconds) // 2]
 
 
 def flops(shape: DraftShape, batch: Batch, num_steps: int, frozen_head: bool) -> float:
