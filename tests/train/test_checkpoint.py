@@ -11,12 +11,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT
-from draft_helpers import random_draft, small_shape
+from draft_helpers import VOCAB, random_draft, random_ids, random_row, small_shape
 from safetensors.torch import load_file
 
 import eyas.train.checkpoint
@@ -25,10 +26,12 @@ from eyas.artifact import read_manifest
 from eyas.config import TrainSection, load
 from eyas.draft.model import Draft
 from eyas.pipeline import Run
-from eyas.target.embeddings import read_head
+from eyas.target.embeddings import TargetHead, read_head
 from eyas.target.spec import read_spec
 from eyas.train.checkpoint import TrainState, latest, load_draft, save
 from eyas.train.checkpoint import load as load_checkpoint
+from eyas.train.loop import Materials, optimizer_step, steps_of
+from eyas.train.loss import Teacher
 from eyas.train.optim import Optimizers, make_optimizer
 from eyas.vocab.run import read_ids
 
@@ -91,6 +94,46 @@ def test_training_goes_on_from_a_checkpoint_on_a_gpu(tmp_path: Path) -> None:
         optimizer.step(1.0)
     torch.cuda.synchronize()
     assert_equal_bits(before, after)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_200_steps_on_a_gpu_are_the_same_twice_and_with_a_stop_in_the_middle(tmp_path: Path) -> None:
+    """In bfloat16, through the compiled parts, flash attention and the thread that feeds the GPU."""
+    device, section = torch.device("cuda"), TrainSection(unroll_steps=5, tokens_per_batch=1024)
+    shape = small_shape(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=512)
+    generator = torch.Generator().manual_seed(0)
+    rows = {}
+    for number in range(64):
+        length = int(torch.randint(2, 400, (), generator=generator))
+        mask = "".join("s" if share < 0.8 else "." for share in torch.rand(length, generator=generator).tolist()) + "ss"
+        row = random_row(mask, number, 256)
+        rows[row.key] = row
+    keys = list(rows)
+    schedule = [[keys[step % 60 : step % 60 + 2], keys[step % 60 + 2 : step % 60 + 4]] for step in range(200)]
+    table = torch.randn(VOCAB, 256, generator=generator)
+    head = TargetHead(table, torch.ones(256), 1e-5, table, None)
+    ids = random_ids()
+    reader = SimpleNamespace(row=rows.__getitem__)
+    teacher = Teacher(head, ids, torch.bfloat16, device)
+    materials = Materials(reader, [], [], table.to(device, torch.bfloat16), teacher, ids.to(device), torch.bfloat16, device)  # type: ignore[arg-type]
+
+    def begun() -> tuple[Draft, Optimizers]:
+        draft = random_draft(shape).to(device)
+        return draft, make_optimizer(draft, section, torch.bfloat16)
+
+    def go(draft: Draft, optimizer: Optimizers, todo: list[list[list[str]]]) -> None:
+        for step in steps_of(materials, section, todo):
+            optimizer_step(draft, optimizer, materials, section, step, 0.1)
+
+    first, second, stopped, resumed = begun(), begun(), begun(), begun()
+    go(*first, schedule)
+    go(*second, schedule)
+    assert_equal_bits(first, second)
+    go(*stopped, schedule[:100])
+    load_checkpoint(save(tmp_path, *stopped, TrainState(100, 100, None)), *resumed)
+    go(*resumed, schedule[100:])
+    assert_equal_bits(first, resumed)
 
 
 def test_a_draft_is_built_from_a_checkpoint_alone(tmp_path: Path) -> None:

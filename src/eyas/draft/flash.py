@@ -37,10 +37,15 @@ def flash_backward(
     grad_THd: torch.Tensor, q_THd: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor, out_THd: torch.Tensor, lse_HT: torch.Tensor,
     starts: torch.Tensor, longest: int, seed: torch.Tensor, unused: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """-> gradients of q, k, v."""
-    q, k, v = torch.ops.aten._flash_attention_backward(
-        grad_THd, q_THd, k_TGd, v_TGd, out_THd, lse_HT, starts, starts, longest, longest, 0.0, True, seed, unused
-    )
+    """-> gradients of q, k, v, the same bits each time: left to itself, the kernel adds parts of q's in whatever order they come."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        q, k, v = torch.ops.aten._flash_attention_backward(
+            grad_THd, q_THd, k_TGd, v_TGd, out_THd, lse_HT, starts, starts, longest, longest, 0.0, True, seed, unused
+        )
+    finally:
+        torch.use_deterministic_algorithms(before)
     return q, k, v
 
 
