@@ -149,6 +149,7 @@ def time_peers(options: argparse.Namespace, packs: list[list[RowShape]], num_tok
 def draft_shape_of(name: str) -> DraftShape:
     hidden, inner, heads, groups, width, vocab, draft_vocab = SHAPES[name]
     return DraftShape(
+        num_hidden_layers=1, qk_norm=False,
         hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=groups, head_dim=width, rms_norm_eps=1e-5,
         vocab_size=vocab, draft_vocab_size=draft_vocab, max_position_embeddings=131072, rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         aux_layers=[2, 16, 29], target_layers=32, norm_before_residual=True, norm_before_fc=False, fc_norm=True, norm_output=True,

@@ -22,6 +22,7 @@ DRAFT_VOCAB = 24
 def small_shape(**changes: Any) -> DraftShape:
     """A width of 16, and heads of width 6 that are not the width divided by the heads."""
     settings: dict[str, Any] = {
+        "num_hidden_layers": 1, "qk_norm": False,
         "hidden_size": WIDTH, "intermediate_size": 20, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "vocab_size": VOCAB,
         "draft_vocab_size": DRAFT_VOCAB, "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "max_position_embeddings": 64,
         "norm_before_residual": True, "norm_before_fc": False, "fc_norm": True, "norm_output": True, "aux_layers": [1, 2, 3], "target_layers": 4,

@@ -123,12 +123,16 @@ class VocabSection(Section):
 
 
 class DraftSection(Section):
-    """The draft's shape: one Llama-style decoder layer, as EAGLE-3 defines it."""
+    """The draft's shape: one Llama-style decoder layer, as EAGLE-3 defines it, or more."""
 
+    num_hidden_layers: int = Field(
+        1, ge=1, description="Decoder layers. More accept longer and draft slower; vLLM serves them, SGLang (one layer only) does not."
+    )
     intermediate_size: int | None = Field(None, ge=1, description="Width of the MLP. Default: the target's.")
     num_attention_heads: int | None = Field(None, ge=1, description="Query heads. Default: the target's.")
     num_key_value_heads: int | None = Field(None, ge=1, description="Key and value heads; must divide the query heads. Default: the target's.")
     head_dim: int | None = Field(None, ge=2, description="Width of a head. Default: the target's.")
+    qk_norm: bool = Field(False, description="A norm over each query and key head, as in Qwen 3. vLLM serves it, SGLang does not.")
     norm_before_residual: bool = Field(True, description="Take the residual after the norm of the incoming hidden state (true) or before it (false).")
     norm_before_fc: bool = Field(False, description="One norm over the three concatenated aux layers before `fc`.")
     fc_norm: bool = Field(True, description="A norm of its own for each aux layer before `fc` (EAGLE 3.1); layers of very different size then count alike.")

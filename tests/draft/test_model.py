@@ -52,7 +52,7 @@ def test_a_constant_offset_of_all_positions_changes_nothing() -> None:
 
 
 def test_positions_one_at_a_time_equal_positions_at_once() -> None:
-    draft, generator = random_draft(small_shape()), torch.Generator().manual_seed(0)
+    draft, generator = random_draft(small_shape(num_hidden_layers=2, qk_norm=True)), torch.Generator().manual_seed(0)
     embedding, hidden = torch.randn(9, WIDTH, generator=generator), draft.fuse(torch.randn(9, 3, WIDTH, generator=generator))
     at_once, _ = draft(embedding, hidden, torch.arange(9), DraftCache())
     cache, parts = DraftCache(), []
@@ -63,7 +63,7 @@ def test_positions_one_at_a_time_equal_positions_at_once() -> None:
 
 
 def test_a_cropped_cache_is_as_if_the_rest_had_never_been() -> None:
-    draft, generator = random_draft(small_shape()), torch.Generator().manual_seed(0)
+    draft, generator = random_draft(small_shape(num_hidden_layers=2)), torch.Generator().manual_seed(0)
     embedding, hidden = torch.randn(9, WIDTH, generator=generator), draft.fuse(torch.randn(9, 3, WIDTH, generator=generator))
     fresh, cropped = DraftCache(), DraftCache()
     cropped.crop(0)

@@ -111,6 +111,19 @@ def test_switches_are_written_whether_on_or_off(value: bool, run_folder: Path) -
         assert shape_from_config(config) == shape
 
 
+def test_a_draft_of_two_layers_with_norms_over_heads_is_for_vllm_alone(make_run: Callable[..., Path]) -> None:
+    folder = exported_run(make_run, "two layers", draft={"num_hidden_layers": 2, "qk_norm": True})
+    trained, exported = load_draft(best_checkpoint(folder / "train")), load_export(folder / "export" / "vllm")
+    assert exported.draft.shape == trained.shape and trained.shape.num_hidden_layers == 2
+    with torch.no_grad():
+        assert torch.equal(some_logits(exported.draft), some_logits(trained))
+    config = json.loads((folder / "export" / "vllm" / "config.json").read_text())
+    assert (config["architectures"], config["model_type"], config["num_hidden_layers"]) == (["Eagle3Qwen3ForCausalLM"], "qwen3", 2)
+    names = load_file(folder / "export" / "vllm" / "model.safetensors").keys()
+    assert {"midlayer.self_attn.q_norm.weight", "layers.1.self_attn.k_norm.weight", "layers.1.input_layernorm.weight"} <= names
+    assert not (folder / "export" / "sglang").exists()
+
+
 def test_sglangs_layer_ids_are_one_lower_and_nothing_else_differs(run_folder: Path, tiny_target: Path) -> None:
     vllm, sglang = (json.loads((run_folder / "export" / engine / "config.json").read_text()) for engine in ENGINES)
     layers = read_spec(tiny_target).default_layers

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, VLLM_PYTHON, Outcome, write_run
+from conftest import ROOT, VLLM_PYTHON, Outcome, conversation, make_tiny_target, write_run
 
 NUM_CONVERSATIONS, NUM_DRAFT_TOKENS = 220, 3
 SERVED = ("--set", "evaluate.engine=vllm", "--set", "evaluate.dtype=float32", "--set", "evaluate.concurrency=[4]")
@@ -67,3 +67,25 @@ def test_the_exported_draft_serves_in_vllm_with_the_same_tokens_and_the_acceptan
         assert answer == row["answer"] or row["smallest_margin"] < 1e-3, f"{row['id']}: vLLM and the engine in process must write the same text"
 
     assert "nothing to do" in eyas("run", run_file, *SERVED).err
+
+
+def test_a_draft_of_two_layers_with_norms_over_heads_accepts_in_vllm_what_was_simulated(tmp_path: Path, eyas: Callable[..., Outcome]) -> None:
+    """vLLM has another class for such a draft; a norm or a cache of a layer in the wrong place would accept less there."""
+    path = write_run(
+        tmp_path, make_tiny_target(tmp_path / "target", num_layers=4, hidden_size=256), [conversation(n) for n in range(40)],
+        target={"python": str(VLLM_PYTHON)}, data={"regenerate": "all", "temperature": 0.0, "max_new_tokens": 40, "holdout": 0.1},
+        train={"epochs": 60, "checkpoint_every": 1000, "optimizer": "adamw", "lr": 3e-3},
+        draft={"num_hidden_layers": 2, "qk_norm": True}, vocab={"size": 320},
+        evaluate={  # on what it was trained on: a random target's answers are learnt by heart or not at all
+            "prompts": ["data.jsonl"], "prompts_per_category": 8, "engine": "vllm", "dtype": "float32", "concurrency": [1], "num_draft_tokens": 3,
+            "max_new_tokens": 40,
+        },
+        **{"target.extra": {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 28}},
+    )  # fmt: skip
+    outcome = eyas("run", path)
+    assert outcome.code == 0, outcome.err
+    summary = json.loads((tmp_path / "runs" / "run" / "evaluate" / "summary.json").read_text())
+    assert summary["simulated_acceptance_length"] > 1.3
+    assert summary["acceptance_length"] == pytest.approx(summary["simulated_acceptance_length"], rel=0.03)
+    assert summary["num_identical"] == summary["num_prompts"] > 0
+    assert not (tmp_path / "runs" / "run" / "export" / "sglang").exists(), "which serves no such draft"

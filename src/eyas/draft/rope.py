@@ -34,10 +34,11 @@ class Rope(nn.Module):
         return cos_1Rd[0, :, None], sin_1Rd[0, :, None]
 
 
-@fused
-def rotate(x_RHd: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def turned(x_RHd: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Turns pairs (first half, second half) of each head, as Llama does; in float32, returned in x's dtype."""
     cos, sin = cos_sin
     first, second = x_RHd.float().chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x_RHd.float() * cos + turned * sin).to(x_RHd.dtype)
+    return (x_RHd.float() * cos + torch.cat((-second, first), dim=-1) * sin).to(x_RHd.dtype)
+
+
+rotate = fused(turned)

@@ -16,6 +16,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
 class DraftShape:
     """All that is needed to build the draft; `aux_layers` and `target_layers` travel with it because the weights mean nothing without them."""
 
+    num_hidden_layers: int
     hidden_size: int
     intermediate_size: int
     num_attention_heads: int
@@ -26,6 +27,7 @@ class DraftShape:
     rms_norm_eps: float
     rope_parameters: dict[str, Any]
     max_position_embeddings: int
+    qk_norm: bool
     norm_before_residual: bool
     norm_before_fc: bool
     fc_norm: bool
@@ -51,6 +53,7 @@ def draft_shape(section: DraftSection, spec: TargetSpec, draft_vocab_size: int, 
     if head_dim % 2:
         raise UserError(f"draft.head_dim = {head_dim} is odd, and rope turns pairs. Set an even one.")
     return DraftShape(
+        num_hidden_layers=section.num_hidden_layers,
         hidden_size=spec.hidden_size,
         intermediate_size=intermediate,
         num_attention_heads=heads,
@@ -61,6 +64,7 @@ def draft_shape(section: DraftSection, spec: TargetSpec, draft_vocab_size: int, 
         rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
         rope_parameters=_rope_parameters(spec),
         max_position_embeddings=text.get("max_position_embeddings", 131_072),
+        qk_norm=section.qk_norm,
         norm_before_residual=section.norm_before_residual,
         norm_before_fc=section.norm_before_fc,
         fc_norm=section.fc_norm,

@@ -12,6 +12,11 @@ from eyas.draft.shape import DraftShape
 Engine = Literal["vllm", "sglang"]
 
 
+def engines_for(shape: DraftShape) -> list[Engine]:
+    """Those that can serve such a draft: SGLang's EAGLE-3 has one Llama layer."""
+    return ["vllm", "sglang"] if shape.num_hidden_layers == 1 and not shape.qk_norm else ["vllm"]
+
+
 def layer_ids(aux_layers: list[int], engine: Engine) -> list[int]:
     return [k - 1 for k in aux_layers] if engine == "sglang" else list(aux_layers)
 
@@ -20,15 +25,17 @@ def draft_config(shape: DraftShape, engine: Engine, dtype: str, target: dict[str
     """config.json of the exported folder; `target` names what the draft was trained for."""
     ids = layer_ids(shape.aux_layers, engine)
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
+        # vLLM builds q/k norms for this name alone.
+        "architectures": ["Eagle3Qwen3ForCausalLM" if shape.qk_norm else "LlamaForCausalLMEagle3"],
+        "model_type": "qwen3" if shape.qk_norm else "llama",
+        "num_hidden_layers": shape.num_hidden_layers,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
         "num_attention_heads": shape.num_attention_heads,
         "num_key_value_heads": shape.num_key_value_heads,
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
+        "qk_norm": shape.qk_norm,
         "attention_bias": False,
         "mlp_bias": False,
         "rms_norm_eps": shape.rms_norm_eps,

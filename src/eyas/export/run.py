@@ -15,7 +15,7 @@ from eyas.artifact import hash_file, hash_json, write_json, write_tensors
 from eyas.config import RunConfig
 from eyas.errors import UserError
 from eyas.export.check import largest_difference, load_export
-from eyas.export.names import Engine, draft_config
+from eyas.export.names import Engine, draft_config, engines_for
 from eyas.stage import Context, Result
 from eyas.target.spec import TargetSpec
 from eyas.train.checkpoint import load_draft
@@ -42,9 +42,11 @@ def work(context: Context) -> Result:
     name = str(dtype).removeprefix("torch.")
     target = {"target": context.spec.path.name, "target_weights": context.spec.fingerprint["weights"]}
     configs = {}
+    engines = engines_for(draft.shape)
     for engine in get_args(Engine):
+        shutil.rmtree(context.folder / engine, ignore_errors=True)
+    for engine in engines:
         folder = context.folder / engine
-        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         if engine == "vllm":
             write_tensors(folder / "model.safetensors", tensors, {"format": "pt"})
@@ -52,16 +54,17 @@ def work(context: Context) -> Result:
             os.link(context.folder / "vllm" / "model.safetensors", folder / "model.safetensors")
         configs[engine] = draft_config(draft.shape, engine, name, target)
         write_json(folder / "config.json", configs[engine])
-    error = _check(context, draft, ids, dtype)
+    error = _check(context, engines, draft, ids, dtype)
     size = (context.folder / "vllm" / "model.safetensors").stat().st_size
-    context.reporter.say(f"export: {context.folder}/vllm and /sglang, {size / 1e6:.0f} MB {name}; read back, the logits differ by {error:.1e} of their size")
+    where = " and ".join([f"{context.folder}/vllm", *(f"/{engine}" for engine in engines[1:])])
+    context.reporter.say(f"export: {where}, {size / 1e6:.0f} MB {name}; read back, the logits differ by {error:.1e} of their size")
     return Result({"bytes": size, "reload_difference": error}, content=hash_json([configs, hash_file(context.folder / "vllm" / "model.safetensors")]))
 
 
-def _check(context: Context, draft: Any, ids: torch.Tensor, dtype: torch.dtype) -> float:
+def _check(context: Context, engines: list[Engine], draft: Any, ids: torch.Tensor, dtype: torch.dtype) -> float:
     """Raises UserError unless what was written gives the logits that were trained, to the rounding of its dtype."""
     worst = 0.0
-    for engine in get_args(Engine):
+    for engine in engines:
         exported = load_export(context.folder / engine)
         error = largest_difference(draft, exported.draft)
         if not torch.equal(exported.ids, ids) or not error <= (1e-6 if dtype == torch.float32 else 0.05):
