@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,18 @@ def run_file(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
 
 
+def succeeded(outcome: Outcome) -> None:
+    """Skips where vLLM has no way to draft: its CPU build 0.30 drafts by a kernel that needs a GPU. The vLLM that CI pins can."""
+    if outcome.code and "EYAS_VLLM_PYTHON" in os.environ and "Cannot inspect kernel parameters" in outcome.err:
+        pytest.skip("this vLLM cannot draft on a CPU: its kernel for it is Triton's")
+    assert outcome.code == 0, outcome.err
+
+
 def test_the_exported_draft_serves_in_vllm_with_the_same_tokens_and_the_acceptance_that_was_simulated(run_file: Path, eyas: Callable[..., Outcome]) -> None:
     folder = run_file.parent / "runs" / "run"
     summaries: list[dict[str, Any]] = []
     for words in ((), SERVED):
-        outcome = eyas("run", run_file, *words)
-        assert outcome.code == 0, outcome.err
+        succeeded(eyas("run", run_file, *words))
         summaries.append(json.loads((folder / "evaluate" / "summary.json").read_text()))
         if not words:
             rows = [json.loads(line) for line in (folder / "evaluate" / "rows.jsonl").read_text().splitlines()]
@@ -82,8 +89,7 @@ def test_a_draft_of_two_layers_with_norms_over_heads_accepts_in_vllm_what_was_si
         },
         **{"target.extra": {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 28}},
     )  # fmt: skip
-    outcome = eyas("run", path)
-    assert outcome.code == 0, outcome.err
+    succeeded(eyas("run", path))
     summary = json.loads((tmp_path / "runs" / "run" / "evaluate" / "summary.json").read_text())
     assert summary["simulated_acceptance_length"] > 1.3
     assert summary["acceptance_length"] == pytest.approx(summary["simulated_acceptance_length"], rel=0.03)
