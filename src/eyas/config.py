@@ -104,7 +104,10 @@ class FeaturesSection(Section):
         description="The three layers fed to the draft: k is the residual stream after k decoder layers (0 = embeddings), ascending. "
         "Default: 2, N//2 and N-3 of N layers.",
     )
-    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="How features are stored. float32 doubles the bytes and is meant for tests.")
+    dtype: Literal["bfloat16", "float8", "float32"] = Field(
+        "bfloat16",
+        description="How features are stored. float8 (e4m3, a scale for each token and layer) halves the bytes; float32 doubles them and is meant for tests.",
+    )
     batch_tokens: int = Field(4096, ge=1, description="Tokens of one forward of the target, padding included. Higher is faster until memory runs out.")
     shard_mib: int | None = Field(
         None, ge=1, description="MiB of one shard file, of which each is proved and entered whole. Default: 128 with transformers, 1024 with vllm."

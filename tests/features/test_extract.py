@@ -16,6 +16,7 @@ import eyas.features.run
 from eyas.artifact import read_manifest
 from eyas.config import load
 from eyas.errors import UserError
+from eyas.features.codec import decode
 from eyas.features.reader import FeatureReader
 from eyas.features.shard import FeatureRow, OpenShard, ShardEntry
 from eyas.pipeline import Run
@@ -70,6 +71,19 @@ def test_features_do_not_depend_on_how_rows_are_batched(tmp_path: Path, tiny_tar
     usual, _, _ = extract(tmp_path / "usual", tiny_target)
     other, _, _ = extract(tmp_path / "other", tiny_target, batch_tokens=batch_tokens)
     assert_close(other, usual, 1e-6)
+
+
+def test_float8_features_are_near_and_half_as_large_and_say_how_near(tmp_path: Path, wide_target: Path) -> None:
+    usual, wide, _ = extract(tmp_path / "usual", wide_target, dtype="bfloat16")
+    found, counts, run = extract(tmp_path / "float8", wide_target, dtype="float8")
+    assert found.keys() == usual.keys() and counts["bytes"] < 0.52 * wide["bytes"]
+    for key, row in found.items():
+        aux, last = decode(row.aux, row.scale[:, :-1], torch.float32), decode(row.last, row.scale[:, -1], torch.float32)
+        for near, exact in ((aux, usual[key].aux), (last, usual[key].last)):
+            assert 0.01 < (near - exact.float()).norm() / exact.float().norm() < 0.04
+    assert len(counts["rounding"]) == 4 and all(0.01 < off < 0.04 for off in counts["rounding"])
+    assert 0 < max(wide["rounding"]) < 0.004 and counts["proof_of_capture_nats"] < 0.5
+    run.up_to("export")
 
 
 def test_batches_hold_every_row_once_and_never_more_than_batch_tokens_with_padding() -> None:

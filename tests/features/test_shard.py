@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 
 import eyas.features.shard
 from eyas.errors import UserError
+from eyas.features.codec import FLOAT8, decode, encode
 from eyas.features.reader import FeatureReader
 from eyas.features.shard import INDEX, FeatureRow, open_index, read_index, write_shard
+from eyas.train.batch import make_batch
 
 CAPTURE = {"layers": [1, 2, 3], "target": "w"}
 
@@ -52,6 +55,23 @@ def test_bfloat16_features_keep_their_type(tmp_path: Path) -> None:
     write_shard(tmp_path, 0, [FeatureRow(given.key, given.tokens, given.supervised, given.aux.bfloat16(), given.last.bfloat16())])
     found = FeatureReader(tmp_path).row("a")
     assert found.last.dtype == found.aux.dtype == torch.bfloat16 and torch.equal(found.last, given.last.bfloat16())
+
+
+def test_float8_features_come_with_their_scales_and_are_decoded_on_the_device(tmp_path: Path) -> None:
+    open_index(tmp_path, CAPTURE)
+    rows, truth = [], []
+    for key, length in (("a", 5), ("b", 9), ("c", 1)):
+        given = row(key, length, 30)
+        states = torch.cat((given.aux, given.last[:, None]), dim=1)
+        stored, scale = encode(states, FLOAT8)
+        rows.append(replace(given, aux=stored[:, :-1], last=stored[:, -1], scale=scale))
+        truth.append(decode(stored, scale, torch.float32))
+    write_shard(tmp_path, 0, rows)
+    reader = FeatureReader(tmp_path)
+    assert reader.row("b").aux.dtype == FLOAT8
+    batch = make_batch([reader.row(key) for key in "abc"], 2, torch.float32, 32).to(torch.device("cpu"))
+    wanted = torch.cat([*truth, torch.zeros(17, 4, 30)])
+    assert torch.equal(batch.aux, wanted[:, :-1]) and torch.equal(batch.last, wanted[:, -1]) and batch.scale is None
 
 
 def test_killed_between_shard_and_index_leaves_a_stray_that_is_removed(two_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:

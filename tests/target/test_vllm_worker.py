@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from eyas.features.codec import FLOAT8, encode, squares
 from eyas.features.shard import FeatureRow, OpenShard, enter, finish, open_shard
 from eyas.target.vllm_worker import WRITERS, Group, Piece, Recognizer, Recorder, spread
 
@@ -107,17 +108,19 @@ def test_leftovers_that_seem_to_continue_a_row_do_no_harm() -> None:
     assert recognizer.give(np.array([5, 6, 7, 9]), np.array([0, 1, 2, 3])) == [Piece(row=0, source=0, start=0, count=3)]
 
 
-def laid_out(folder: Path, rows: list[list[int]], width: int) -> OpenShard:
+def laid_out(folder: Path, rows: list[list[int]], width: int, dtype: torch.dtype = torch.float32) -> OpenShard:
     given = [
         FeatureRow(str(n), torch.tensor(row, dtype=torch.int32), torch.ones(len(row), dtype=torch.bool), torch.empty(0), torch.empty(0))
         for n, row in enumerate(rows)
     ]
-    return open_shard(folder, 0, given, 2, width, torch.float32)
+    return open_shard(folder, 0, given, 2, width, dtype)
 
 
-def record(folder: Path, rows: list[list[int]], order: list[int], per_forward: int, spoil: tuple[int, int] | None = None) -> tuple[OpenShard, Group]:
+def record(
+    folder: Path, rows: list[list[int]], order: list[int], per_forward: int, spoil: tuple[int, int] | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[OpenShard, Group]:
     """Runs rows through a recorder on the CPU, `per_forward` of them at once; spoil: the (row, position) whose state is not a number."""
-    shard = laid_out(folder, rows, 3)
+    shard = laid_out(folder, rows, 3, dtype)
     group = wanted(folder, shard)
     recorder = Recorder(torch.device("cpu"), 8)
     for start in range(0, len(order), per_forward):
@@ -138,8 +141,8 @@ def record(folder: Path, rows: list[list[int]], order: list[int], per_forward: i
 def wanted(folder: Path, shard: OpenShard) -> Group:
     offsets = torch.tensor(shard.starts)
     save_file({"tokens": torch.cat(shard.tokens), "offsets": offsets}, folder / "rows.safetensors")
-    places = [[0, shard.aux_at(row), shard.last_at(row)] for row in range(len(shard.keys))]
-    plan = {"tokens": str(folder / "rows.safetensors"), "files": [str(shard.part)], "places": places, "dtype": "float32"}
+    places = [[0, shard.places(row)] for row in range(len(shard.keys))]
+    plan = {"tokens": str(folder / "rows.safetensors"), "files": [str(shard.part)], "places": places, "dtype": str(shard.dtype).removeprefix("torch.")}
     (folder / "plan.json").write_text(json.dumps(plan))
     return Group(str(folder / "plan.json"), str(folder / "written"))
 
@@ -150,12 +153,30 @@ def test_the_recorder_writes_each_state_to_its_place_and_tells_when_a_file_is_wh
     order = random.Random(1).sample(range(len(rows)), len(rows))
     shard, group = record(tmp_path, rows, order, per_forward)
     assert group.recognizer.missing() == []
-    assert [json.loads(line) for line in (tmp_path / "written").read_text().splitlines()] == [{"file": str(shard.part), "not_finite": []}]
+    assert [json.loads(line) for line in (tmp_path / "written").read_text().splitlines()] == [
+        {"file": str(shard.part), "not_finite": [], "squares": [[0.0, 0.0]] * 3}
+    ]
     enter(tmp_path, shard, finish(shard))
     found = load_file(shard.path)
     truth = torch.tensor([float(state_of(row, position)) for row in rows for position in range(len(row))])[:, None].expand(-1, 3)
     assert torch.equal(found["aux"][:, 0], truth) and torch.equal(found["aux"][:, 1], truth + 0.25) and torch.equal(found["last"], truth + 0.5)
     assert found["tokens"].tolist() == [token for row in rows for token in row] and found["supervised"].all()
+
+
+def test_the_recorder_writes_float8_with_its_scales_and_tells_what_that_cost(tmp_path: Path) -> None:
+    rows = random_rows(6)
+    shard, _ = record(tmp_path, rows, random.Random(2).sample(range(len(rows)), len(rows)), 4, dtype=FLOAT8)
+    (told,) = [json.loads(line) for line in (tmp_path / "written").read_text().splitlines()]
+    enter(tmp_path, shard, finish(shard))
+    found = load_file(shard.path)
+    truth = (
+        torch.tensor([float(state_of(row, position)) for row in rows for position in range(len(row))])[:, None, None] + torch.tensor([0, 0.25, 0.5])[:, None]
+    )
+    truth = truth.expand(-1, 3, 3)
+    stored, scale = encode(truth, FLOAT8)
+    assert torch.equal(found["scale"], scale) and found["aux"].dtype == FLOAT8
+    assert torch.equal(torch.cat((found["aux"], found["last"][:, None]), dim=1).float(), stored.float())
+    assert torch.allclose(torch.tensor(told["squares"]), squares(truth, stored, scale), rtol=1e-4)
 
 
 def test_a_file_is_not_told_to_be_whole_before_its_last_row(tmp_path: Path) -> None:

@@ -44,4 +44,5 @@ class FeatureReader:
             check_shard(self.folder, entry)
             self.files[entry.file] = safe_open(self.folder / entry.file, "pt")
         file, end = self.files[entry.file], start + self.lengths[key]
-        return FeatureRow(key, *(file.get_slice(name)[start:end] for name in ("tokens", "supervised", "aux", "last")))
+        names = ["tokens", "supervised", "aux", "last", *(["scale"] if "scale" in file.keys() else [])]  # noqa: SIM118 (no dictionary)
+        return FeatureRow(key, *(file.get_slice(name)[start:end] for name in names))

@@ -18,6 +18,7 @@ import torch
 from eyas.artifact import hash_json, read_json, write_json
 from eyas.config import RunConfig
 from eyas.errors import UserError
+from eyas.features.codec import DTYPES, FLOAT8
 from eyas.features.shard import INDEX, OpenShard, enter, finish, next_number, open_index, open_shard
 from eyas.features.verify import TOLERANCE, capture_error, prove_capture
 from eyas.prepare.run import PreparedRow, read_rows
@@ -44,16 +45,17 @@ def settings(config: RunConfig, spec: TargetSpec) -> dict[str, Any]:
 def work(context: Context) -> Result:
     config, spec, folder = context.config, context.spec, context.folder
     capture = settings(config, spec)
-    store_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.features.dtype]
+    store_dtype = DTYPES[config.features.dtype]
     rows = read_rows(context.run_folder / "prepare")
     entries = open_index(folder, capture)
     known = {key for entry in entries for key in entry.keys}
     missing = sorted((row for row in rows if row.key not in known), key=lambda row: len(row.tokens))
-    _check_disk(context, sum(len(row.tokens) for row in missing) * 4 * spec.hidden_size * store_dtype.itemsize)
+    _check_disk(context, sum(len(row.tokens) for row in missing) * _token_bytes(spec, store_dtype))
     lost = {row.key: reason for row in missing if (reason := _refused(row, spec))}
     missing = [row for row in missing if row.key not in lost]
     num_missing = len(missing)
     errors: list[float] = []
+    rounding: list[float] = []
     with context.reporter.task(folder, "extract", sum(len(row.tokens) for row in rows if row.key not in lost), "tokens") as task:
         task.skip(sum(len(row.tokens) for row in rows if row.key in known))
         if missing:
@@ -76,6 +78,7 @@ def work(context: Context) -> Result:
                         _check_finite(filled)
                         prove_capture(error, spec.num_layers, tolerance)
                         errors.append(error)
+                        rounding = filled.rounding
                         entries.append(enter(folder, filled.shard, checksum))
                     missing = [row for row in missing if row.key in again]
             finally:
@@ -92,10 +95,13 @@ def work(context: Context) -> Result:
         "bytes": num_bytes,
         "rows_no_longer_wanted": sum(key not in wanted for entry in entries for key in entry.keys),
         "proof_of_capture_nats": max(errors, default=None),
+        "rounding": rounding,  # of each aux layer and of the last, relative
     }
     if lost:
         context.reporter.say(f"extract: warning: {len(lost):,} of {len(rows):,} rows have no features and are left out: {_reasons(lost)}")
     proof = f", proof of capture within {max(errors):.2g} nats" if errors else ""
+    if store_dtype == FLOAT8 and rounding:
+        proof += f", float8 within {max(rounding):.1%} of each layer"
     context.reporter.say(
         f"extract: {counts['rows']:,} rows, {counts['tokens']:,} tokens, layers {capture['features']['layers']} and {spec.num_layers}, "
         f"{counts['bytes'] / 1e6:,.0f} MB in {counts['shards']} shards{proof}"
@@ -109,10 +115,14 @@ def rows_with_features(run_folder: Path) -> list[PreparedRow]:
     return [row for row in read_rows(run_folder / "prepare") if row.key not in lost]
 
 
+def _token_bytes(spec: TargetSpec, dtype: torch.dtype) -> int:
+    return 4 * (spec.hidden_size * dtype.itemsize + (4 if dtype == FLOAT8 else 0))
+
+
 def _open_shards(folder: Path, rows: list[PreparedRow], spec: TargetSpec, dtype: torch.dtype, shard_bytes: int) -> Iterator[OpenShard]:
     """Rows in order, as many a shard as reach `shard_bytes`; a shard takes its place on the disk when it is asked for."""
     number = next_number(folder)
-    token_bytes = 4 * spec.hidden_size * dtype.itemsize
+    token_bytes = _token_bytes(spec, dtype)
     part: list[PreparedRow] = []
     for row in rows:
         part.append(row)

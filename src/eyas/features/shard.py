@@ -2,7 +2,7 @@
 
 Legend: T tokens of all rows of the shard, R rows, A aux layers (3), D hidden width.
 
-    tokens int32 [T]   supervised bool [T]   aux [T, A, D]   last [T, D]   offsets int64 [R + 1]
+    tokens int32 [T]   supervised bool [T]   aux [T, A, D]   last [T, D]   offsets int64 [R + 1]   scale float32 [T, A + 1], with float8 alone
 
 A shard is written under another name, synced, renamed, and only then entered with its checksum in index.jsonl, which only grows:
 what the index lists is complete. Its first line says what all shards in the folder were captured from.
@@ -25,6 +25,7 @@ from safetensors import safe_open
 
 from eyas.artifact import append_lines, fsync_folder, hash_file, whole_lines
 from eyas.errors import UserError
+from eyas.features.codec import FLOAT8, decode
 
 INDEX = "index.jsonl"
 
@@ -42,13 +43,15 @@ class Row(Protocol):
 
 @dataclass(frozen=True)
 class FeatureRow:
-    """tokens int32 [T], supervised bool [T], aux [T, A, D] of the aux layers, last [T, D] of layer N before the final norm."""
+    """tokens int32 [T], supervised bool [T], aux [T, A, D] of the aux layers, last [T, D] of layer N before the final norm, as stored; scale float32
+    [T, A + 1] of float8, the aux layers' and then last's."""
 
     key: str
     tokens: torch.Tensor
     supervised: torch.Tensor
     aux: torch.Tensor
     last: torch.Tensor
+    scale: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ class ShardEntry:
 class OpenShard:
     """A file laid out for rows whose states are still to come; nobody reads it before `enter` has renamed it and listed it.
 
-    Whoever runs the target writes a row's aux [T, A, D] at byte `aux_at(row)` of `part` and its last [T, D] at `last_at(row)`.
+    Whoever runs the target writes a row's aux [T, A, D] at byte `aux_at(row)` of `part`, its last [T, D] at `last_at(row)`, and with float8 its scales
+    [T, A + 1] at `scale_at(row)`.
     """
 
     path: Path
@@ -74,7 +78,7 @@ class OpenShard:
     num_aux: int  # A
     dtype: torch.dtype
     starts: list[int]  # the first token of each row in the shard, and the end
-    begin: int  # byte at which aux begins; last follows
+    begin: int  # byte at which aux begins; last follows, and the scales end there
 
     @property
     def part(self) -> Path:
@@ -86,36 +90,49 @@ class OpenShard:
     def last_at(self, row: int) -> int:
         return self.begin + (self.starts[-1] * self.num_aux + self.starts[row]) * self.width * self.dtype.itemsize
 
-    def put(self, row: int, aux: torch.Tensor, last: torch.Tensor) -> None:
-        """aux [T, A, D] and last [T, D], in the shard's dtype."""
+    def scale_at(self, row: int) -> int:
+        return self.begin - (self.starts[-1] - self.starts[row]) * (self.num_aux + 1) * 4
+
+    def places(self, row: int) -> dict[str, int]:
+        """Where each part of the row's states goes, by name."""
+        places = {"aux": self.aux_at(row), "last": self.last_at(row)}
+        return {**places, "scale": self.scale_at(row)} if self.dtype == FLOAT8 else places
+
+    def put(self, row: int, parts: dict[str, torch.Tensor]) -> None:
+        """aux [T, A, D] and last [T, D] in the shard's dtype, and scale float32 [T, A + 1] if that is float8."""
         with open(self.part, "rb+", buffering=0) as file:
-            for at, tensor in ((self.aux_at(row), aux), (self.last_at(row), last)):
-                assert tensor.dtype == self.dtype and len(tensor) == len(self.tokens[row])
+            for name, at in self.places(row).items():
+                tensor = parts[name]
+                assert tensor.dtype == (torch.float32 if name == "scale" else self.dtype) and len(tensor) == len(self.tokens[row])
                 file.seek(at)
                 data = memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
                 while data:
                     data = data[file.write(data) :]
 
     def last(self, row: int) -> torch.Tensor:
-        """What stands there for `last` of a row, [T, D]."""
+        """What stands there for `last` of a row, decoded: float32 [T, D]."""
+        part = slice(self.starts[row], self.starts[row + 1])
         with safe_open(self.part, "pt") as file:
-            states: torch.Tensor = file.get_slice("last")[self.starts[row] : self.starts[row + 1]]
-        return states
+            scale = file.get_slice("scale")[part][:, -1] if self.dtype == FLOAT8 else None
+            return decode(file.get_slice("last")[part], scale, torch.float32)
 
 
 def open_shard(folder: Path, number: int, rows: Sequence[Row], num_aux: int, width: int, dtype: torch.dtype) -> OpenShard:
     """Lays out the file: everything but the states is written, and it has its full size."""
     starts = [0, *itertools.accumulate(len(row.tokens) for row in rows)]
-    name = {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
+    name = {torch.float32: "F32", torch.bfloat16: "BF16", FLOAT8: "F8_E4M3"}[dtype]
     offsets, tokens, supervised = torch.tensor(starts), torch.cat([row.tokens for row in rows]), torch.cat([row.supervised for row in rows])
     header: dict[str, Any] = {"__metadata__": {"keys": json.dumps([row.key for row in rows])}}
     end = 0
-    for entry, kind, shape, size in (  # from wide to narrow, so that each begins at a multiple of its own width
-        ("offsets", "I64", [len(starts)], 8), ("tokens", "I32", [starts[-1]], 4), ("aux", name, [starts[-1], num_aux, width], dtype.itemsize),
-        ("last", name, [starts[-1], width], dtype.itemsize), ("supervised", "BOOL", [starts[-1]], 1),
-    ):  # fmt: skip
-        begin, end = end, end + math.prod(shape) * size
-        header[entry] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    entries = [  # from wide to narrow, so that each begins at a multiple of its own width
+        ("offsets", "I64", [len(starts)], 8), ("tokens", "I32", [starts[-1]], 4), ("scale", "F32", [starts[-1], num_aux + 1], 4),
+        ("aux", name, [starts[-1], num_aux, width], dtype.itemsize), ("last", name, [starts[-1], width], dtype.itemsize),
+        ("supervised", "BOOL", [starts[-1]], 1),
+    ]  # fmt: skip
+    for entry, kind, shape, size in entries:
+        if entry != "scale" or dtype == FLOAT8:
+            begin, end = end, end + math.prod(shape) * size
+            header[entry] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the format lets a header end in spaces
     data = 8 + len(text)
@@ -149,7 +166,7 @@ def write_shard(folder: Path, number: int, rows: list[FeatureRow]) -> ShardEntry
     """Writes a shard of rows that are all there, and enters it in the index; returns its entry."""
     shard = open_shard(folder, number, rows, rows[0].aux.shape[1], rows[0].last.shape[1], rows[0].last.dtype)
     for index, row in enumerate(rows):
-        shard.put(index, row.aux, row.last)
+        shard.put(index, {"aux": row.aux, "last": row.last, **({} if row.scale is None else {"scale": row.scale})})
     return enter(folder, shard, finish(shard))
 
 

@@ -43,7 +43,8 @@ class Filled:
     """A shard whose states are written.
 
     lost: rows that the engine did not bring, with the reason. not_finite: rows with a state that is infinite or NaN. log_probabilities: the target's own
-    for the tokens but the first of row `sample`, float32 [T - 1], for the proof of capture.
+    for the tokens but the first of row `sample`, float32 [T - 1], for the proof of capture. rounding: for each layer how far what is stored is from the
+    states, relative to their size, over all that the engine has stored so far.
     """
 
     shard: OpenShard
@@ -51,6 +52,7 @@ class Filled:
     not_finite: list[int]
     sample: int
     log_probabilities: torch.Tensor
+    rounding: list[float]
 
 
 class TargetEngine(Protocol):

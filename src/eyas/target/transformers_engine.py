@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from eyas.errors import UserError
+from eyas.features.codec import encode, relative_rounding, squares
 from eyas.features.shard import OpenShard
 from eyas.target import rowwise
 from eyas.target.engine import Answer, Filled, Sampling
@@ -61,18 +62,21 @@ class TransformersEngine:
     def fill(
         self, shards: Iterable[OpenShard], layers: Sequence[int], advance: Callable[[int], None], written: Callable[[OpenShard], None]
     ) -> Iterator[Filled]:
+        total = torch.zeros(len(layers), 2)
         for shard in shards:
             not_finite = []
             for batch in batches([len(tokens) for tokens in shard.tokens], self.batch_tokens):
                 for row, states in zip(batch, self.capture([shard.tokens[row].tolist() for row in batch], layers), strict=True):
-                    states = states.to(shard.dtype)
                     if not states.isfinite().all():
                         not_finite.append(row)
-                    shard.put(row, states[:, :-1], states[:, -1])
+                    stored, scale = encode(states, shard.dtype)
+                    total += squares(states, stored, scale)
+                    parts = {"aux": stored[:, :-1], "last": stored[:, -1]}
+                    shard.put(row, parts if scale is None else {**parts, "scale": scale})
                 advance(sum(len(shard.tokens[row]) for row in batch))
             written(shard)
             sample = len(shard.keys) // 2
-            yield Filled(shard, {}, not_finite, sample, self.log_probabilities(shard.tokens[sample].tolist()))
+            yield Filled(shard, {}, not_finite, sample, self.log_probabilities(shard.tokens[sample].tolist()), relative_rounding(total))
 
     @torch.inference_mode()
     def log_probabilities(self, row: Sequence[int]) -> torch.Tensor:

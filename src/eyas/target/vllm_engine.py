@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 import eyas
 from eyas.config import TargetSection
 from eyas.errors import UserError
+from eyas.features.codec import relative_rounding
 from eyas.features.shard import OpenShard, open_shard
 from eyas.target.engine import Answer, Filled, Sampling
 from eyas.target.spec import TargetSpec
@@ -36,7 +37,7 @@ from eyas.target.worker_process import Failed, Lost, WorkerProcess
 
 Mode = Literal["capture", "generate"]
 # The worker's own small copy of Eyas: its other modules, and whatever is installed beside them, must not shadow the vLLM environment's packages.
-WORKER_FILES = ("__init__.py", "errors.py", "target/__init__.py", "target/tap.py", "target/vllm_worker.py")
+WORKER_FILES = ("__init__.py", "errors.py", "features/__init__.py", "features/codec.py", "target/__init__.py", "target/tap.py", "target/vllm_worker.py")
 # One command holds the rows of about so many seconds: enough that the gap between two commands does not show. It is also what a crash can lose.
 GROUP_SECONDS = 20.0
 SETTLE_SECONDS = 5.0  # after its rows were read, in which a command's last states should be written
@@ -78,6 +79,7 @@ class VllmEngine:
         self.under_way: deque[Group] = deque()
         self.open: dict[str, OpenShard] = {}  # by file
         self.settled: dict[str, list[int]] = {}  # file whose states are all written -> rows of its group that are not finite
+        self.squares = torch.zeros(0, 2)  # of the process that runs
         self.counted: set[str] = set()  # files whose tokens progress was told of
 
     def capture(self, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> list[torch.Tensor]:
@@ -132,7 +134,7 @@ class VllmEngine:
         tokens, plan = self._folder() / f"{name}.safetensors", self._folder() / f"{name}.json"
         rows = [row for shard in group for row in shard.tokens]
         save_file({"tokens": torch.cat(rows), "offsets": torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)}, tokens)
-        places = [[n, shard.aux_at(row), shard.last_at(row)] for n, shard in enumerate(group) for row in range(len(shard.keys))]
+        places = [[n, shard.places(row)] for n, shard in enumerate(group) for row in range(len(shard.keys))]
         values = {
             "tokens": str(tokens), "files": [str(shard.part.resolve()) for shard in group], "places": places,
             "dtype": str(group[0].dtype).removeprefix("torch."),
@@ -168,7 +170,9 @@ class VllmEngine:
             assert lost or file in self.settled
             not_finite = [row - rows.start for row in self.settled.get(file, [])]
             del self.open[file]
-            yield Filled(shard, lost, not_finite, sample, torch.tensor(group.reply["log_probabilities"][str(rows.start + sample)]))
+            yield Filled(
+                shard, lost, not_finite, sample, torch.tensor(group.reply["log_probabilities"][str(rows.start + sample)]), relative_rounding(self.squares)
+            )
         for name in ("plan", "tokens"):
             Path(group.arguments[name]).unlink()
 
@@ -182,6 +186,7 @@ class VllmEngine:
         for line in whole.splitlines():
             told = json.loads(line)
             self.settled[told["file"]] = told["not_finite"]
+            self.squares = torch.tensor(told["squares"])
             shard = self.open[told["file"]]
             self.tell_written(shard)
             if told["file"] not in self.counted:  # an engine that was started again fills some files twice

@@ -1,7 +1,7 @@
 """Runs in a process of its own, with the Python of a vLLM environment: loads the target once, then answers commands.
 
-Of Eyas it needs only this file, tap.py and errors.py; else vllm, torch, safetensors, numpy. Of vLLM it uses only what is public: `LLM(...)`, `generate`,
-`worker_extension_cls`, `collective_rpc` by method name with plain values, and the worker's `get_model()`.
+Of Eyas it needs only this file, tap.py, errors.py and features/codec.py; else vllm, torch, safetensors, numpy. Of vLLM it uses only what is public:
+`LLM(...)`, `generate`, `worker_extension_cls`, `collective_rpc` by method name with plain values, and the worker's `get_model()`.
 
     python -m eyas.target.vllm_worker JOB.json FD
 
@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file
 
+from eyas.features.codec import encode, squares
 from eyas.target.tap import find_decoder_layers, residual_stream
 
 SLOTS = 3  # forwards whose states may wait to be written; then the model waits. Bounds memory, on the device and pinned on the host
@@ -109,28 +110,29 @@ class Group:
 
     def __init__(self, plan: str, written: str) -> None:
         """plan: a JSON file {"tokens": a safetensors file with tokens int32 [T of all rows] and offsets int64 [R + 1], "files", "places": [file, byte of
-        its aux, byte of its last] for each row, "dtype" to store in}."""
+        each part by name] for each row, "dtype" to store in}."""
         with open(plan) as file:
             values = json.load(file)
         self.rows = read_rows(values["tokens"])
-        self.places: list[tuple[int, int, int]] = [tuple(place) for place in values["places"]]
+        self.places: list[tuple[int, dict[str, int]]] = [(file, parts) for file, parts in values["places"]]
         self.files: list[str] = values["files"]
         self.dtype: torch.dtype = getattr(torch, values["dtype"])
         self.recognizer = Recognizer(self.rows)
         self.handles = [os.open(file, os.O_WRONLY) for file in self.files]
         self.waiting = [0] * len(self.files)
-        for number, _, _ in self.places:
+        for number, _ in self.places:
             self.waiting[number] += 1
         self.not_finite: dict[int, list[int]] = defaultdict(list)  # file -> rows
         self.written = written
 
-    def came(self, row: int) -> None:
-        """Called when all states of a row are written; tells of the file if that was its last row."""
+    def came(self, row: int, squares: np.ndarray) -> None:
+        """Called when all states of a row are written; tells of the file if that was its last row. squares: of all that this process has stored."""
         file = self.places[row][0]
         self.waiting[file] -= 1
         if self.waiting[file] == 0:
             with open(self.written, "ab", buffering=0) as told:
-                told.write(json.dumps({"file": self.files[file], "not_finite": self.not_finite[file]}).encode() + b"\n")
+                about = {"file": self.files[file], "not_finite": self.not_finite[file], "squares": squares.tolist()}
+                told.write(json.dumps(about).encode() + b"\n")
 
     def close(self) -> None:
         for handle in self.handles:
@@ -154,15 +156,23 @@ class Recorder:
         self.writers = concurrent.futures.ThreadPoolExecutor(WRITERS)
         self.idle = threading.Condition()
         self.waiting = 0  # forwards not written yet
+        self.squares = np.zeros((0, 2))  # as codec.squares, of all that came
         self.fault = ""  # what went wrong in a thread; told at the next question
         threading.Thread(target=self._recognise, daemon=True).start()
 
     def put(self, group: Group, ids: torch.Tensor, positions: torch.Tensor, states: list[torch.Tensor]) -> None:
         """ids, positions int [n]; states: a [n, D] tensor a layer, `last` at the end. All may be overwritten afterwards."""
         slot = self.slots.get()
-        aux, last = torch.stack(states[:-1], dim=1).to(group.dtype), states[-1].to(group.dtype, copy=True)
-        finite = aux.isfinite().flatten(1).all(1) & last.isfinite().all(1)
-        taken = {"about": torch.stack([ids.long(), positions.long(), finite.long()], dim=1), "aux": aux, "last": last}
+        # Two tensors, because a row's aux and its last stand in two places.
+        given = [torch.stack(states[:-1], dim=1), states[-1].unsqueeze(1).clone()]
+        aux_fine, last_fine = (part.isfinite().flatten(1).all(1) for part in given)
+        taken = {"about": torch.stack([ids.long(), positions.long(), (aux_fine & last_fine).long()], dim=1)}
+        encoded = [encode(part, group.dtype) for part in given]
+        taken |= {"aux": encoded[0][0], "last": encoded[1][0].squeeze(1)}
+        taken["squares"] = torch.cat([squares(part, *code) for part, code in zip(given, encoded, strict=True)])
+        scales = [scale for _, scale in encoded if scale is not None]
+        if scales:
+            taken["scale"] = torch.cat(scales, dim=1)
         copied = None
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -202,12 +212,15 @@ class Recorder:
     def _write_out(self, group: Group, taken: dict[str, torch.Tensor]) -> None:
         ids, positions, finite = taken["about"].numpy().T
         pieces = group.recognizer.give(ids, positions)
+        if pieces:  # not of what an engine runs to warm up, or anew after a row was lost
+            more = taken["squares"].numpy().astype(np.float64)
+            self.squares = self.squares + more if len(self.squares) else more
         writes: dict[int, list[tuple[memoryview, int]]] = defaultdict(list)  # file -> (data, byte in it)
         for piece in pieces:
-            file, *offsets = group.places[piece.row]
+            file, offsets = group.places[piece.row]
             if not finite[piece.source : piece.source + piece.count].all():
                 group.not_finite[file].append(piece.row)
-            for name, offset in zip(("aux", "last"), offsets, strict=True):
+            for name, offset in offsets.items():
                 states = taken[name][piece.source : piece.source + piece.count]
                 data = memoryview(states.flatten().view(torch.uint8).numpy().data)
                 writes[file].append((data, offset + piece.start * len(data) // piece.count))
@@ -216,7 +229,7 @@ class Recorder:
             done.result()
         for piece in pieces:
             if piece.start + piece.count == len(group.rows[piece.row]):
-                group.came(piece.row)
+                group.came(piece.row, self.squares)
 
     def settle(self) -> None:
         """Returns when all that was handed over is written. Raises RuntimeError with what went wrong in a thread."""

@@ -14,11 +14,13 @@ Legend: T positions of the pack, R rows, A aux layers, D hidden width, K steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from eyas.draft.attention import Document
+from eyas.features.codec import decode
 from eyas.features.shard import FeatureRow
 
 
@@ -36,8 +38,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Batch:
-    """aux [T, A, D] and last [T, D] in the compute dtype; next_T, label_T, positions_T int64; rows_R int64 ascending; num_steps_R int64 in 1..K,
-    0 for rows of padding; starts int32 [N + 1] where documents begin, and the end; longest: tokens of the longest document.
+    """aux [T, A, D] and last [T, D] as stored, with the scales of float8 [T, A + 1], and once `to` a device in `dtype`, in which the draft computes; next_T,
+    label_T, positions_T int64; rows_R int64 ascending; num_steps_R int64 in 1..K, 0 for rows of padding; starts int32 [N + 1] where documents begin, and
+    the end; longest: tokens of the longest document.
 
     next_T and label_T hold 0 where their document has no such token; no row that counts reads them there.
     """
@@ -52,6 +55,8 @@ class Batch:
     starts: torch.Tensor
     documents: list[Document]
     chunks: list[Chunk]
+    dtype: torch.dtype
+    scale: torch.Tensor | None = None
 
     @property
     def longest(self) -> int:
@@ -62,7 +67,13 @@ class Batch:
         return len(self.next_T)
 
     def to(self, device: torch.device) -> Batch:
-        return self._with(lambda tensor: tensor.to(device, non_blocking=True))
+        """On the device, and decoded there."""
+        moved = self._with(lambda tensor: tensor.to(device, non_blocking=True))
+        if moved.scale is None:
+            return moved
+        scale_TL = moved.scale
+        aux, last = decode(moved.aux, scale_TL[:, :-1], self.dtype), decode(moved.last, scale_TL[:, -1], self.dtype)
+        return replace(moved, aux=aux, last=last, scale=None)
 
     def pinned(self) -> Batch:
         """In memory that a GPU can copy from while others go on."""
@@ -78,9 +89,9 @@ class Batch:
         self._with(told)
 
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        changed = {name: change(value) for name, value in self.__dict__.items() if isinstance(value, torch.Tensor)}
+        changed: dict[str, Any] = {name: change(value) for name, value in self.__dict__.items() if isinstance(value, torch.Tensor)}
         chunks = [Chunk(chunk.start, chunk.end, change(chunk.needed_N), change(chunk.where_KC)) for chunk in self.chunks]
-        return Batch(**changed, documents=self.documents, chunks=chunks)
+        return replace(self, **changed, chunks=chunks)
 
 
 def countable_steps(supervised_T: torch.Tensor, num_steps: int) -> torch.Tensor:
@@ -123,11 +134,14 @@ def make_batch(rows: Sequence[FeatureRow], num_steps: int, dtype: torch.dtype, m
         indices.append(torch.full((more_rows,), start + more - 1))
         steps.append(torch.zeros(more_rows, dtype=torch.int64))
         documents.append(Document(start, start + more, row_start, row_start + more_rows))
-    aux, last = rows[0].aux, rows[0].last
+    aux, last, scale = (_packed([getattr(row, name) for row in rows], more) for name in ("aux", "last", "scale"))
+    assert aux is not None and last is not None
     rows_R = torch.cat(indices)
     return Batch(
-        aux=torch.cat([*(row.aux for row in rows), aux.new_zeros(more, *aux.shape[1:])]).to(dtype),
-        last=torch.cat([*(row.last for row in rows), last.new_zeros(more, *last.shape[1:])]).to(dtype),
+        aux=aux if scale is not None else aux.to(dtype),
+        last=last if scale is not None else last.to(dtype),
+        scale=scale,
+        dtype=dtype,
         next_T=torch.cat(next_T),
         label_T=torch.cat(label_T),
         positions_T=torch.cat(positions_T),
@@ -137,6 +151,17 @@ def make_batch(rows: Sequence[FeatureRow], num_steps: int, dtype: torch.dtype, m
         documents=documents,
         chunks=_chunks(rows_R, documents[-1].end, num_steps, chunk),
     )
+
+
+def _packed(parts: list[torch.Tensor | None], more: int) -> torch.Tensor | None:
+    """One after another and `more` zeros behind; None if they are."""
+    tensors = [part for part in parts if part is not None]
+    if not tensors:
+        return None
+    dtype = tensors[0].dtype
+    joined = torch.uint8 if dtype.itemsize == 1 else dtype  # torch does not join float8, but any bytes
+    zeros = torch.zeros(more, *tensors[0].shape[1:], dtype=joined)
+    return torch.cat([*(tensor.view(joined) for tensor in tensors), zeros]).view(dtype)
 
 
 def _chunks(rows_R: torch.Tensor, num_tokens: int, num_steps: int, size: int) -> list[Chunk]:
