@@ -108,10 +108,14 @@ def hash_json(value: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True, ensure_ascii=True).encode())
 
 
-def hash_file(path: Path) -> str:
+def hash_file(path: Path, at: int = 0, instead: bytes = b"") -> str:
+    """The checksum of a file, of it as if `instead` stood at byte `at`."""
     digest = xxhash.xxh3_128()
     block = memoryview(bytearray(1 << 22))  # one, used again: fresh memory for each read costs more than the hash
     with open(path, "rb", buffering=0) as file:
+        if instead:
+            digest.update(file.read(at) + instead)
+            file.seek(at + len(instead))
         while size := file.readinto(block):
             digest.update(block[:size])
     return digest.hexdigest()

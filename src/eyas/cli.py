@@ -121,6 +121,16 @@ _stage_command("evaluate", "The exported draft on held-out prompts: acceptance a
 
 
 @app.command()
+def verify(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Capture anew what is damaged or missing, and nothing else.")] = False,
+) -> None:
+    """Reads all features of a run: is every shard whole, and every row there?"""
+    _run(run_file, overrides, lambda work: work.verify(repair))
+
+
+@app.command()
 def status(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -24,6 +24,8 @@ from eyas.artifact import Manifest, begin, difference, read_manifest, write_mani
 from eyas.config import RunConfig
 from eyas.draft.shape import draft_shape
 from eyas.errors import UserError
+from eyas.features.audit import audit
+from eyas.features.index import REPAIR
 from eyas.progress import Reporter, clock
 from eyas.stage import Context, Stage
 from eyas.target.spec import TargetSpec, read_spec
@@ -79,6 +81,35 @@ class Run:
                 self.do(stage, stale)
             else:
                 self.reporter.say(f"{self.folder / stage.folder} is done for these settings; nothing to do.")
+
+    def verify(self, repair: bool) -> None:
+        """Reads the feature store through; with `repair`, captures anew what is damaged or missing. Raises UserError if anything stays wrong."""
+        with self.locked():
+            stage = BY_NAME["extract"]
+            folder = self.folder / stage.folder
+            size = sum(file.stat().st_size for file in folder.glob("shard-*"))
+            if not size and not (folder / "manifest.json").exists():
+                raise UserError(f"{folder} holds no features yet, so there is nothing to verify. `eyas extract` captures them.")
+            if read_manifest(self.folder / "prepare") is None:
+                raise UserError(f"{self.folder / 'prepare'} is not finished, so nothing says which rows there should be. Run `eyas prepare` first.")
+            with self.reporter.task(folder, "verify", size / 1e6, "MB") as task:
+                found = audit(self.folder, lambda read: task.advance(read / 1e6))
+            for fault in found.faults:
+                self.reporter.say(f"verify: {fault}")
+            if not found.faults and not found.missing:
+                self.reporter.say(f"verify: {found.shards:,} shards, {found.bytes / 1e6:,.0f} MB: all whole; {found.rows:,} rows, each as it was prepared")
+                return
+            rows = len({key for keys in found.bad.values() for key in keys} | set(found.missing))
+            summary = f"{len(found.bad):,} of {found.shards:,} shards are bad, and {rows:,} rows have no sound features"
+            if not repair:
+                raise UserError(f"{folder}: {summary}. {REPAIR}")
+            if (stale := self.stale(stage)) and (folder / "manifest.json").exists():
+                raise UserError(f"{folder} {stale}, so a repair would capture all of it anew. Set that back, or run `eyas extract` if that is what you want.")
+            self.reporter.say(f"verify: {summary}; capturing them anew")
+            for file in found.bad:
+                (folder / file).unlink(missing_ok=True)
+            (folder / "manifest.json").unlink(missing_ok=True)
+            self.do(stage, "is being repaired")
 
     def stale(self, stage: Stage) -> str | None:
         """None if the stage is done for these settings; else why not, as the end of a sentence about its folder."""

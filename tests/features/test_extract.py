@@ -17,8 +17,9 @@ from eyas.artifact import read_manifest
 from eyas.config import load
 from eyas.errors import UserError
 from eyas.features.codec import decode
+from eyas.features.index import ShardEntry
 from eyas.features.reader import FeatureReader
-from eyas.features.shard import FeatureRow, OpenShard, ShardEntry
+from eyas.features.shard import FeatureRow, OpenShard
 from eyas.pipeline import Run
 from eyas.prepare.run import read_rows
 from eyas.target.engine import Filled

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import eyas.features.shard
+import eyas.features.index
+from eyas.artifact import hash_json
 from eyas.errors import UserError
 from eyas.features.codec import FLOAT8, decode, encode
+from eyas.features.index import INDEX, REPAIR, ShardEntry, enter, fault_of, open_index, read_entry, read_index
 from eyas.features.reader import FeatureReader
-from eyas.features.shard import INDEX, FeatureRow, open_index, read_index, write_shard
+from eyas.features.shard import SUM_AT, FeatureRow, finish, open_shard
 from eyas.train.batch import make_batch
 
 CAPTURE = {"layers": [1, 2, 3], "target": "w"}
@@ -28,6 +30,13 @@ def row(key: str, length: int = 5, width: int = 4) -> FeatureRow:
         torch.randn(length, 3, width, generator=draw),
         torch.randn(length, width, generator=draw),
     )
+
+
+def write_shard(folder: Path, number: int, rows: list[FeatureRow]) -> ShardEntry:
+    shard = open_shard(folder, number, rows, rows[0].aux.shape[1], rows[0].last.shape[1], rows[0].last.dtype, hash_json(CAPTURE))
+    for index, row in enumerate(rows):
+        shard.put(index, {"aux": row.aux, "last": row.last, **({} if row.scale is None else {"scale": row.scale})})
+    return enter(folder, shard, finish(shard))
 
 
 def same(a: FeatureRow, b: FeatureRow) -> bool:
@@ -74,18 +83,17 @@ def test_float8_features_come_with_their_scales_and_are_decoded_on_the_device(tm
     assert torch.equal(batch.aux, wanted[:, :-1]) and torch.equal(batch.last, wanted[:, -1]) and batch.scale is None
 
 
-def test_killed_between_shard_and_index_leaves_a_stray_that_is_removed(two_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_between_shard_and_index_loses_nothing(two_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def dies(*unused: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(eyas.features.shard, "append_lines", dies)
+        patch.setattr(eyas.features.index, "append_lines", dies)
         with pytest.raises(KeyboardInterrupt):
             write_shard(two_shards, 2, [row("d")])
-    assert (two_shards / "shard-00002.safetensors").exists()
-    assert "d" not in FeatureReader(two_shards).lengths, "what the index does not list does not exist"
-    assert [entry.keys for entry in open_index(two_shards, CAPTURE)] == [["a", "b"], ["c"]]
-    assert not (two_shards / "shard-00002.safetensors").exists()
+    assert "d" not in FeatureReader(two_shards).lengths
+    assert [entry.keys for entry in open_index(two_shards, CAPTURE)] == [["a", "b"], ["c"], ["d"]]
+    assert same(FeatureReader(two_shards).row("d"), row("d"))
 
 
 def test_killed_while_writing_a_shard_leaves_a_part_that_is_removed(two_shards: Path) -> None:
@@ -95,21 +103,56 @@ def test_killed_while_writing_a_shard_leaves_a_part_that_is_removed(two_shards: 
     assert not part.exists()
 
 
-@pytest.mark.parametrize("kept", [1, 20, -1])
-def test_a_torn_last_line_of_the_index_is_cut_and_its_shard_captured_again(two_shards: Path, kept: int) -> None:
-    index = two_shards / INDEX
+def spoil_last_line(index: Path, kept: int) -> None:
     lines = index.read_bytes().splitlines(keepends=True)
     index.write_bytes(b"".join(lines[:-1]) + lines[-1][:kept])
-    assert [entry.keys for entry in open_index(two_shards, CAPTURE)] == [["a", "b"]]
-    write_shard(two_shards, 1, [row("c", 1)])
-    assert same(FeatureReader(two_shards).row("c"), row("c", 1))
 
 
-def test_a_torn_first_line_of_the_index_begins_anew(two_shards: Path) -> None:
-    index = two_shards / INDEX
-    index.write_bytes(index.read_bytes()[:9])
-    assert open_index(two_shards, CAPTURE) == []
-    assert not list(two_shards.glob("shard-*"))
+def spoil_inside(index: Path, line: bytes) -> None:
+    lines = index.read_bytes().splitlines(keepends=True)
+    index.write_bytes(lines[0] + line + lines[2])
+
+
+SPOILT: dict[str, Callable[[Path], object]] = {
+    "gone": lambda index: index.unlink(),
+    "empty": lambda index: index.write_bytes(b""),
+    "first line torn": lambda index: index.write_bytes(index.read_bytes()[:9]),
+    "zeros": lambda index: index.write_bytes(bytes(index.stat().st_size)),
+    "last line torn at once": lambda index: spoil_last_line(index, 1),
+    "last line torn": lambda index: spoil_last_line(index, 20),
+    "last line without its end": lambda index: spoil_last_line(index, -1),
+    "a line of zeros": lambda index: spoil_inside(index, b"\x00\x00\n"),
+    "a line of something else": lambda index: spoil_inside(index, b"[]\n"),
+    "half an entry": lambda index: spoil_inside(index, b'{"file": "shard-00001.safetensors"}\n'),
+}
+
+
+@pytest.mark.parametrize("damage", SPOILT)
+def test_a_damaged_index_is_made_anew_from_the_shards(two_shards: Path, damage: str) -> None:
+    SPOILT[damage](two_shards / INDEX)
+    assert sorted(entry.keys for entry in open_index(two_shards, CAPTURE)) == [["a", "b"], ["c"]]
+    reader = FeatureReader(two_shards)
+    assert same(reader.row("a"), row("a", 3)) and same(reader.row("b"), row("b", 7)) and same(reader.row("c"), row("c", 1))
+    assert len(open_index(two_shards, CAPTURE)) == 2
+
+
+@pytest.mark.parametrize("damage", ["gone", "a line of zeros"])
+def test_an_index_made_anew_lists_no_damaged_shard(two_shards: Path, damage: str) -> None:
+    SPOILT[damage](two_shards / INDEX)
+    flip(two_shards / "shard-00000.safetensors")
+    assert [entry.keys for entry in open_index(two_shards, CAPTURE)] == [["c"]]
+    assert not (two_shards / "shard-00000.safetensors").exists()
+
+
+def test_a_changed_byte_anywhere_in_a_shard_is_found(two_shards: Path) -> None:
+    path = two_shards / "shard-00001.safetensors"
+    whole = path.read_bytes()
+    (entry,) = [entry for entry in read_index(two_shards) if entry.file == path.name]
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        listed, alone = fault_of(two_shards, entry), read_entry(path, hash_json(CAPTURE))
+        # The checksum inside matters where the index has none, and there alone.
+        assert alone is None and (listed is not None or SUM_AT <= at < SUM_AT + 32)
 
 
 def test_shards_captured_otherwise_are_discarded(two_shards: Path) -> None:
@@ -147,7 +190,7 @@ def test_a_damaged_shard_is_refused_by_name_and_the_others_are_read(two_shards: 
     reader = FeatureReader(two_shards)
     with pytest.raises(UserError, match=says) as caught:
         reader.row("b")
-    assert str(path) in str(caught.value) and "eyas extract" in str(caught.value)
+    assert str(path) in str(caught.value) and REPAIR in str(caught.value)
     assert same(reader.row("c"), row("c", 1))
 
 
@@ -169,23 +212,12 @@ def test_a_missing_row_is_refused_with_its_key(two_shards: Path) -> None:
         reader.require(["a", "zz"])
 
 
-def test_a_missing_or_empty_index_is_refused_by_name(two_shards: Path) -> None:
-    (two_shards / INDEX).write_bytes(b"")
-    with pytest.raises(UserError, match=INDEX):
+@pytest.mark.parametrize("damage", ["gone", "empty", "a line of zeros", "a line of something else", "half an entry"])
+def test_a_damaged_index_is_not_read_but_named(two_shards: Path, damage: str) -> None:
+    SPOILT[damage](two_shards / INDEX)
+    with pytest.raises(UserError, match=INDEX) as caught:
         FeatureReader(two_shards)
-    (two_shards / INDEX).unlink()
-    with pytest.raises(UserError, match=INDEX):
-        FeatureReader(two_shards)
-
-
-@pytest.mark.parametrize("line", [b"\x00\x00\n", b"[]\n", b'{"file": "shard-00001.safetensors"}\n'])
-def test_a_damaged_line_inside_the_index_is_refused_by_name(two_shards: Path, line: bytes) -> None:
-    lines = (two_shards / INDEX).read_bytes().splitlines(keepends=True)
-    (two_shards / INDEX).write_bytes(lines[0] + line + lines[2])
-    with pytest.raises(UserError, match=INDEX):
-        FeatureReader(two_shards)
-    with pytest.raises(UserError, match=INDEX):
-        open_index(two_shards, CAPTURE)
+    assert REPAIR in str(caught.value)
 
 
 def test_a_row_captured_again_is_read_from_its_newest_shard(two_shards: Path) -> None:

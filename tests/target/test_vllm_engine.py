@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 
 from eyas.config import TargetSection, load
 from eyas.errors import UserError
+from eyas.features.index import read_index
 from eyas.features.reader import FeatureReader
-from eyas.features.shard import OpenShard, open_shard, read_index
+from eyas.features.shard import OpenShard, open_shard
 from eyas.features.verify import TOLERANCE
 from eyas.pipeline import Run
 from eyas.target.engine import Filled, Sampling, resolve_device

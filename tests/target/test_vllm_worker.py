@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eyas.features.codec import FLOAT8, encode, squares
-from eyas.features.shard import FeatureRow, OpenShard, enter, finish, open_shard
+from eyas.features.index import enter
+from eyas.features.shard import FeatureRow, OpenShard, finish, open_shard
 from eyas.target.vllm_worker import WRITERS, Group, Piece, Recognizer, Recorder, spread
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from safetensors import safe_open
 
 from eyas.errors import UserError
-from eyas.features.shard import FeatureRow, ShardEntry, check_shard, read_index
+from eyas.features.index import REPAIR, ShardEntry, check_shard, read_index
+from eyas.features.shard import FeatureRow
 
 
 class FeatureReader:
@@ -33,10 +34,7 @@ class FeatureReader:
     def require(self, keys: Iterable[str]) -> None:
         missing = [key for key in keys if key not in self.places]
         if missing:
-            raise UserError(
-                f"{self.folder} lacks the features of {len(missing):,} rows (the first is {missing[0]}). Delete its manifest.json and run `eyas "
-                f"extract`: it captures only what is missing."
-            )
+            raise UserError(f"{self.folder} lacks the features of {len(missing):,} rows (the first is {missing[0]}). {REPAIR}")
 
     def row(self, key: str) -> FeatureRow:
         entry, start = self.places[key]

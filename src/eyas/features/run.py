@@ -19,7 +19,8 @@ from eyas.artifact import hash_json, read_json, write_json
 from eyas.config import RunConfig
 from eyas.errors import UserError
 from eyas.features.codec import DTYPES, FLOAT8
-from eyas.features.shard import INDEX, OpenShard, enter, finish, next_number, open_index, open_shard
+from eyas.features.index import INDEX, enter, next_number, open_index
+from eyas.features.shard import OpenShard, finish, open_shard
 from eyas.features.verify import TOLERANCE, capture_error, prove_capture
 from eyas.prepare.run import PreparedRow, read_rows
 from eyas.stage import Context, Result
@@ -47,7 +48,7 @@ def work(context: Context) -> Result:
     capture = settings(config, spec)
     store_dtype = DTYPES[config.features.dtype]
     rows = read_rows(context.run_folder / "prepare")
-    entries = open_index(folder, capture)
+    entries = open_index(folder, capture, context.reporter.say)
     known = {key for entry in entries for key in entry.keys}
     missing = sorted((row for row in rows if row.key not in known), key=lambda row: len(row.tokens))
     _check_disk(context, sum(len(row.tokens) for row in missing) * _token_bytes(spec, store_dtype))
@@ -67,7 +68,7 @@ def work(context: Context) -> Result:
             try:
                 while missing:
                     again: set[str] = set()  # rows of a shard that others of its rows did not come for
-                    shards = _open_shards(folder, missing, spec, store_dtype, shard_bytes)
+                    shards = _open_shards(folder, missing, spec, store_dtype, shard_bytes, hash_json(capture))
                     for filled, checksum, error in finished(engine, shards, layers, task.advance, head):
                         if filled.lost:
                             lost |= {filled.shard.keys[row]: reason for row, reason in filled.lost.items()}
@@ -119,7 +120,7 @@ def _token_bytes(spec: TargetSpec, dtype: torch.dtype) -> int:
     return 4 * (spec.hidden_size * dtype.itemsize + (4 if dtype == FLOAT8 else 0))
 
 
-def _open_shards(folder: Path, rows: list[PreparedRow], spec: TargetSpec, dtype: torch.dtype, shard_bytes: int) -> Iterator[OpenShard]:
+def _open_shards(folder: Path, rows: list[PreparedRow], spec: TargetSpec, dtype: torch.dtype, shard_bytes: int, capture: str) -> Iterator[OpenShard]:
     """Rows in order, as many a shard as reach `shard_bytes`; a shard takes its place on the disk when it is asked for."""
     number = next_number(folder)
     token_bytes = _token_bytes(spec, dtype)
@@ -127,7 +128,7 @@ def _open_shards(folder: Path, rows: list[PreparedRow], spec: TargetSpec, dtype:
     for row in rows:
         part.append(row)
         if sum(len(row.tokens) for row in part) * token_bytes >= shard_bytes or row is rows[-1]:
-            yield open_shard(folder, number, part, 3, spec.hidden_size, dtype)
+            yield open_shard(folder, number, part, 3, spec.hidden_size, dtype, capture)
             number, part = number + 1, []
 
 

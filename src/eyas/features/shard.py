@@ -1,11 +1,11 @@
-"""One shard file: whole rows of features. And the index that lists complete shards.
+"""One shard file: whole rows of features, which says itself what it is and whether it is whole.
 
 Legend: T tokens of all rows of the shard, R rows, A aux layers (3), D hidden width.
 
     tokens int32 [T]   supervised bool [T]   aux [T, A, D]   last [T, D]   offsets int64 [R + 1]   scale float32 [T, A + 1], with float8 alone
 
-A shard is written under another name, synced, renamed, and only then entered with its checksum in index.jsonl, which only grows:
-what the index lists is complete. Its first line says what all shards in the folder were captured from.
+Its header holds the keys of its rows, a hash of what they were captured from, and a checksum of the whole file (as it is with zeros in the checksum's own
+place), so that the index beside it (features/index.py) can be made anew. It is written under another name, synced, renamed, and then listed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 
-from eyas.artifact import append_lines, fsync_folder, hash_file, whole_lines
-from eyas.errors import UserError
+from eyas.artifact import hash_file
 from eyas.features.codec import FLOAT8, decode
 
-INDEX = "index.jsonl"
+NO_SUM = "0" * 32  # what stands in the header until the file is whole
+SUM_AT = 8 + len('{"__metadata__": {"xxh3": "')  # behind the header's length, as the format has it
 
 
 class Row(Protocol):
@@ -52,15 +52,6 @@ class FeatureRow:
     aux: torch.Tensor
     last: torch.Tensor
     scale: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class ShardEntry:
-    file: str
-    bytes: int
-    xxh3: str
-    keys: list[str]
-    lengths: list[int]
 
 
 @dataclass(frozen=True)
@@ -117,12 +108,12 @@ class OpenShard:
             return decode(file.get_slice("last")[part], scale, torch.float32)
 
 
-def open_shard(folder: Path, number: int, rows: Sequence[Row], num_aux: int, width: int, dtype: torch.dtype) -> OpenShard:
-    """Lays out the file: everything but the states is written, and it has its full size."""
+def open_shard(folder: Path, number: int, rows: Sequence[Row], num_aux: int, width: int, dtype: torch.dtype, capture: str = "") -> OpenShard:
+    """Lays out the file: everything but the states is written, and it has its full size. capture: a hash of what the rows are captured from."""
     starts = [0, *itertools.accumulate(len(row.tokens) for row in rows)]
     name = {torch.float32: "F32", torch.bfloat16: "BF16", FLOAT8: "F8_E4M3"}[dtype]
     offsets, tokens, supervised = torch.tensor(starts), torch.cat([row.tokens for row in rows]), torch.cat([row.supervised for row in rows])
-    header: dict[str, Any] = {"__metadata__": {"keys": json.dumps([row.key for row in rows])}}
+    header: dict[str, Any] = {"__metadata__": {"xxh3": NO_SUM, "capture": capture, "keys": json.dumps([row.key for row in rows])}}
     end = 0
     entries = [  # from wide to narrow, so that each begins at a multiple of its own width
         ("offsets", "I64", [len(starts)], 8), ("tokens", "I32", [starts[-1]], 4), ("scale", "F32", [starts[-1], num_aux + 1], 4),
@@ -147,83 +138,16 @@ def open_shard(folder: Path, number: int, rows: Sequence[Row], num_aux: int, wid
 
 
 def finish(shard: OpenShard) -> str:
-    """Syncs the filled file and returns its checksum; may run in a thread, as it takes most of the time."""
+    """Puts the checksum into the filled file, syncs it, and returns the checksum; may run in a thread, as it takes most of the time."""
+    checksum = shard_sum(shard.part)
     with open(shard.part, "rb+") as file:
+        file.seek(SUM_AT)
+        file.write(checksum.encode())
+        file.flush()
         os.fsync(file.fileno())
-    return hash_file(shard.part)
+    return checksum
 
 
-def enter(folder: Path, shard: OpenShard, checksum: str) -> ShardEntry:
-    """Renames the finished file and enters it in the index; returns its entry."""
-    shard.part.replace(shard.path)
-    fsync_folder(folder)
-    entry = ShardEntry(shard.path.name, shard.path.stat().st_size, checksum, shard.keys, [len(tokens) for tokens in shard.tokens])
-    append_lines(folder / INDEX, [entry.__dict__])
-    return entry
-
-
-def write_shard(folder: Path, number: int, rows: list[FeatureRow]) -> ShardEntry:
-    """Writes a shard of rows that are all there, and enters it in the index; returns its entry."""
-    shard = open_shard(folder, number, rows, rows[0].aux.shape[1], rows[0].last.shape[1], rows[0].last.dtype)
-    for index, row in enumerate(rows):
-        shard.put(index, {"aux": row.aux, "last": row.last, **({} if row.scale is None else {"scale": row.scale})})
-    return enter(folder, shard, finish(shard))
-
-
-def open_index(folder: Path, capture: dict[str, Any]) -> list[ShardEntry]:
-    """The complete shards captured as `capture` says; shards of anything else, and what the index does not list, are removed."""
-    path = folder / INDEX
-    lines = whole_lines(path)
-    if not lines or _parsed(path, lines[0]).get("capture") != capture:
-        path.unlink(missing_ok=True)
-        entries = []
-        append_lines(path, [{"capture": capture}])
-    else:
-        entries = [_entry(path, line) for line in lines[1:]]
-    listed = {entry.file for entry in entries}
-    for stray in folder.glob("shard-*"):
-        if stray.name not in listed:
-            stray.unlink()
-    return [entry for entry in entries if (folder / entry.file).exists()]
-
-
-def read_index(folder: Path) -> list[ShardEntry]:
-    """Raises UserError if there is no index."""
-    lines = whole_lines(folder / INDEX)
-    if not lines:
-        raise UserError(f"{folder / INDEX} is missing or empty, so nothing says which shards are complete. Run `eyas extract` again.")
-    return [_entry(folder / INDEX, line) for line in lines[1:]]
-
-
-def _parsed(path: Path, line: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is damaged. Delete the folder {path.parent} and run `eyas extract` again.")
-    return value
-
-
-def _entry(path: Path, line: bytes) -> ShardEntry:
-    try:
-        return ShardEntry(**_parsed(path, line))
-    except TypeError:
-        raise UserError(f"{path} is damaged. Delete the folder {path.parent} and run `eyas extract` again.") from None
-
-
-def next_number(folder: Path) -> int:
-    """One that no shard listed in the index has had, lost ones included: a name stands for one content for ever."""
-    return 1 + max((int(entry.file[6:11]) for entry in read_index(folder)), default=-1)
-
-
-def check_shard(folder: Path, entry: ShardEntry) -> None:
-    """Raises UserError if the file is not the one that was entered."""
-    path = folder / entry.file
-    if not path.exists():
-        raise UserError(f"{path} is gone. Delete {folder / 'manifest.json'} and run `eyas extract`: it captures only what is missing.")
-    if path.stat().st_size != entry.bytes or hash_file(path) != entry.xxh3:
-        raise UserError(
-            f"{path} is damaged: its checksum is not the one in {INDEX}. Delete it and {folder / 'manifest.json'}, then run `eyas extract`: it captures "
-            f"only what is missing."
-        )
+def shard_sum(path: Path) -> str:
+    """The checksum of a shard file, whatever stands in the checksum's place."""
+    return hash_file(path, SUM_AT, NO_SUM.encode())

@@ -75,7 +75,7 @@ def work(context: Context) -> Result:
     seen: set[str] = set()
     for conversation in conversations:
         for row in _rows(conversation, chat, config.data.max_length, counts, dropped):
-            prepared = PreparedRow(_key(row), torch.tensor(row.tokens, dtype=torch.int32), torch.tensor(row.supervised), _held_out(conversation.id, config))
+            prepared = PreparedRow(row_key(row), torch.tensor(row.tokens, dtype=torch.int32), torch.tensor(row.supervised), _held_out(conversation.id, config))
             if prepared.key in seen:
                 dropped["duplicate"] += 1
                 continue
@@ -171,7 +171,8 @@ def _rows(conversation: Conversation, chat: Chat, max_length: int, counts: Count
         yield clipped
 
 
-def _key(row: Row) -> str:
+def row_key(row: Row) -> str:
+    """The name of a row in the feature store: a hash of its tokens and supervised spans."""
     digest = xxhash.xxh3_128(torch.tensor(row.tokens, dtype=torch.int32).numpy().tobytes())
     digest.update(bytes(row.supervised))
     return digest.hexdigest()
@@ -228,7 +229,7 @@ def read_rows(folder: Path) -> list[PreparedRow]:
             PreparedRow(key, tensors["tokens"][start:end], tensors["supervised"][start:end], bool(holdout))
             for key, start, end, holdout in zip(keys, offsets[:-1], offsets[1:], tensors["holdout"].tolist(), strict=True)
         ]
-        whole = all(row.key == _key(Row(row.tokens.tolist(), row.supervised.tolist())) for row in rows)
+        whole = all(row.key == row_key(Row(row.tokens.tolist(), row.supervised.tolist())) for row in rows)
     except (SafetensorError, ValueError, KeyError, TypeError):
         whole = False
     if not whole:

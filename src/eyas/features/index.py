@@ -1,0 +1,133 @@
+"""The index of the feature store: which shards are whole, and what all of them were captured from.
+
+index.jsonl: its first line says what was captured, then one line a shard. A shard is entered after it was renamed to its name, so what is listed is complete.
+Nothing hangs on the index alone: shards say themselves what they are, and it is made anew from them if it is damaged, gone, or lacks one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from eyas.artifact import append_lines, fsync_folder, hash_json, whole_lines, write_bytes
+from eyas.errors import UserError
+from eyas.features.shard import OpenShard, shard_sum
+
+INDEX = "index.jsonl"
+READERS = 4  # threads that read shards to check them
+REPAIR = "Run `eyas verify RUN.toml --repair`: it captures anew what is damaged or missing, and nothing else."
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    file: str
+    bytes: int
+    xxh3: str
+    keys: list[str]
+    lengths: list[int]
+
+
+def enter(folder: Path, shard: OpenShard, checksum: str) -> ShardEntry:
+    """Renames the finished file and enters it in the index; returns its entry."""
+    shard.part.replace(shard.path)
+    fsync_folder(folder)
+    entry = ShardEntry(shard.path.name, shard.path.stat().st_size, checksum, shard.keys, [len(tokens) for tokens in shard.tokens])
+    append_lines(folder / INDEX, [entry.__dict__])
+    return entry
+
+
+def open_index(folder: Path, capture: dict[str, Any], say: Callable[[str], None] = lambda line: None) -> list[ShardEntry]:
+    """The complete shards captured as `capture` says. Those that the index lacks are read and entered; those of anything else, and what is not whole, are
+    removed."""
+    path = folder / INDEX
+    found = [_parsed(line) for line in whole_lines(path)]
+    known = bool(found) and found[0] == {"capture": capture}
+    listed = [entry for entry in map(_entry, found[1:]) if entry is not None] if known else []
+    for part in folder.glob("shard-*.tmp"):
+        part.unlink()
+    names = {entry.file for entry in listed}
+    strays = sorted(file for file in folder.glob("shard-*") if file.name not in names)
+    if strays:
+        say(f"extract: reading {len(strays)} shards that {path} does not list")
+    adopted = []
+    with ThreadPoolExecutor(READERS) as pool:
+        for stray, entry in zip(strays, pool.map(lambda file: read_entry(file, hash_json(capture)), strays), strict=True):
+            if entry is None:
+                stray.unlink()
+            else:
+                adopted.append(entry)
+    if not known or len(listed) < len(found) - 1:  # a damaged index: one that is written as a whole takes its place
+        write_bytes(path, "".join(json.dumps(line) + "\n" for line in ({"capture": capture}, *(entry.__dict__ for entry in listed))).encode())
+    if adopted:
+        append_lines(path, [entry.__dict__ for entry in adopted])
+    return [entry for entry in (*listed, *adopted) if (folder / entry.file).exists()]
+
+
+def read_index(folder: Path) -> list[ShardEntry]:
+    """Raises UserError if there is no index, or a damaged one."""
+    lines = whole_lines(folder / INDEX)
+    entries = [_entry(_parsed(line)) for line in lines[1:]]
+    whole = [entry for entry in entries if entry is not None]
+    if not lines or len(whole) < len(entries):
+        raise UserError(f"{folder / INDEX} is {'damaged' if lines else 'missing or empty'}, so nothing says which shards are complete. {REPAIR}")
+    return whole
+
+
+def read_entry(path: Path, capture: str) -> ShardEntry | None:
+    """The entry of a shard that is whole and was captured from what `capture` is the hash of; else None."""
+    try:
+        with safe_open(path, "pt") as file:
+            about = file.metadata() or {}
+            if about["capture"] != capture:
+                return None
+            keys, offsets = json.loads(about["keys"]), file.get_tensor("offsets")
+        checksum = shard_sum(path)
+    except (OSError, SafetensorError, ValueError, KeyError):
+        return None
+    if about.get("xxh3") != checksum or len(offsets) != len(keys) + 1:
+        return None
+    return ShardEntry(path.name, path.stat().st_size, checksum, keys, offsets.diff().tolist())
+
+
+def fault_of(folder: Path, entry: ShardEntry) -> str | None:
+    """Why the file is not the one that was entered; None if it is."""
+    path = folder / entry.file
+    if not path.exists():
+        return "is gone"
+    if path.stat().st_size != entry.bytes:
+        return f"is damaged: it has {path.stat().st_size:,} bytes, not {entry.bytes:,}"
+    if shard_sum(path) != entry.xxh3:
+        return f"is damaged: its checksum is not the one in {INDEX}"
+    return None
+
+
+def check_shard(folder: Path, entry: ShardEntry) -> None:
+    """Raises UserError if the file is not the one that was entered."""
+    if fault := fault_of(folder, entry):
+        raise UserError(f"{folder / entry.file} {fault}. {REPAIR}")
+
+
+def next_number(folder: Path) -> int:
+    """One that no shard listed in the index has had, lost ones included: a name stands for one content for ever."""
+    return 1 + max((int(entry.file[6:11]) for entry in read_index(folder)), default=-1)
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def _entry(value: Any) -> ShardEntry | None:
+    try:
+        entry = ShardEntry(**value)
+        return entry if Path(entry.file).name == entry.file and len(entry.keys) == len(entry.lengths) else None
+    except TypeError:
+        return None
