@@ -13,12 +13,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
 import torch
-from conftest import SOURCE, Outcome, conversation, write_run
+from conftest import SOURCE, Outcome, conversation, make_tiny_target, write_run
 
+from eyas.features import disk
 from eyas.features import run as features_run
 from eyas.target.transformers_engine import TransformersEngine
 from eyas.train import loop
@@ -255,7 +257,8 @@ def exported(folder: Path) -> bytes:
 def test_a_disk_that_fills_later_stops_the_run_and_the_same_command_ends_as_if_it_had_not(
     eyas: Eyas, make_run: Callable[..., Path], small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(features_run, "FREE_FLOOR", 0)
+    monkeypatch.setattr(disk, "FREE_FLOOR", 0)
+    monkeypatch.setattr(disk, "WAIT_SECONDS", 0.0)
     path = make_run(run={"folder": str(small_disk / "run")})
     assert eyas("run", path, "--until", "prepare").code == 0
     stopped_in = []
@@ -265,12 +268,43 @@ def test_a_disk_that_fills_later_stops_the_run_and_the_same_command_ends_as_if_i
         ballast.unlink()
         if outcome.code == 0:
             break
-        assert "disk is full" in outcome.error or "features need" in outcome.error, outcome.err
+        assert any(said in outcome.error for said in ("disk is full", "features need", "next shard needs")), outcome.err
         stopped_in.append(max(stage for stage in ("1 features", "2 vocab", "3 train", "4 export") if (small_disk / "run" / stage[2:]).exists()))
     assert outcome.code == 0 and "3 train" in stopped_in, stopped_in
     whole = path.parent / "whole"
     assert eyas("run", path, "--until", "export", "--set", f"run.folder={whole}").code == 0
     assert exported(small_disk / "run") == exported(whole)
+
+
+@pytest.mark.parametrize("patience", [60.0, 0.5])
+def test_extraction_waits_for_room_and_goes_on_or_stops_cleanly(
+    eyas: Eyas, tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, patience: float
+) -> None:
+    monkeypatch.setattr(disk, "FREE_FLOOR", 1 << 20)
+    monkeypatch.setattr(disk, "WAIT_SECONDS", patience)
+    monkeypatch.setattr(disk, "POLL_SECONDS", 0.1)
+    target = make_tiny_target(tmp_path / "target", num_layers=3, hidden_size=256)
+    path = write_run(tmp_path, target, run={"folder": str(small_disk / "run")}, features={"shard_mib": 1})
+    real, calls = features_run.open_shard, []
+
+    def open_shard(*arguments: Any) -> Any:
+        """When the second shard is about to be laid out, somebody fills the disk, and frees it two seconds later."""
+        calls.append(arguments)
+        if len(calls) == 2:
+            ballast = leave_free(small_disk, 100_000)
+            Timer(2.0, ballast.unlink).start()
+        return real(*arguments)
+
+    monkeypatch.setattr(features_run, "open_shard", open_shard)
+    outcome = eyas("run", path, "--until", "extract")
+    assert "waiting up to" in outcome.err and "next shard needs" in outcome.err and "Free some space" in outcome.err
+    state = json.loads(eyas("status", small_disk / "run", "--json").out)["extract"]["progress"]
+    if patience < 1:
+        assert outcome.code == 2 and "finished work is kept" in outcome.error and state["state"] == "stopped"
+        time.sleep(2.5)
+        outcome = eyas("run", path, "--until", "extract")
+    assert outcome.code == 0, outcome.err
+    assert "all whole" in eyas("verify", path).err
 
 
 # Ctrl-C.

@@ -81,6 +81,14 @@ class Task:
             self.last_state = now
             self.write_state("running")
 
+    def pause(self, why: str) -> None:
+        """Says, to whoever looks, what is being waited for."""
+        before, self.detail = self.detail, why
+        if self.bar:
+            self.bar.update(self.bar.task_ids[0], line=self.line())
+        self.write_state("waiting")
+        self.detail = before
+
     @property
     def rate(self) -> float:
         return (self.done - self.skipped) / max(time.monotonic() - self.start, 1e-9)

@@ -6,10 +6,10 @@ tokens and supervised spans: rows already captured from the same target at the s
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from eyas.artifact import hash_json, read_json, write_json
 from eyas.config import RunConfig
 from eyas.errors import UserError
 from eyas.features.codec import DTYPES, FLOAT8
+from eyas.features.disk import require_room, with_room
 from eyas.features.index import INDEX, enter, next_number, open_index
 from eyas.features.shard import OpenShard, finish, open_shard
 from eyas.features.verify import TOLERANCE, capture_error, prove_capture
@@ -33,7 +34,6 @@ LOST = "lost.json"  # key -> reason, of rows without features
 SHARD_MIB = {"transformers": 128, "vllm": 1024}  # vLLM is fast: larger files and fewer proofs keep up with it
 FINISHERS = 4  # threads that prove, sync and hash shards
 LOST_SHARE = 0.01  # of the rows, above which extraction stops
-FREE_FLOOR = 256 << 20  # bytes left free on the disk, for everybody else on it
 
 
 def settings(config: RunConfig, spec: TargetSpec) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def work(context: Context) -> Result:
     entries = open_index(folder, capture, context.reporter.say)
     known = {key for entry in entries for key in entry.keys}
     missing = sorted((row for row in rows if row.key not in known), key=lambda row: len(row.tokens))
-    _check_disk(context, sum(len(row.tokens) for row in missing) * _token_bytes(spec, store_dtype))
+    require_room(folder, sum(len(row.tokens) for row in missing) * _token_bytes(spec, store_dtype))
     lost = {row.key: reason for row in missing if (reason := _refused(row, spec))}
     missing = [row for row in missing if row.key not in lost]
     num_missing = len(missing)
@@ -65,10 +65,14 @@ def work(context: Context) -> Result:
             tolerance = max(TOLERANCE[dtype] for dtype in dtypes)
             shard_bytes = (config.features.shard_mib or SHARD_MIB[config.target.engine]) << 20
             layers = [*capture["features"]["layers"], spec.num_layers]
+
+            def room(num_bytes: int, make: Callable[[], OpenShard]) -> OpenShard:
+                return with_room(folder, num_bytes, make, task, context.reporter)
+
             try:
                 while missing:
                     again: set[str] = set()  # rows of a shard that others of its rows did not come for
-                    shards = _open_shards(folder, missing, spec, store_dtype, shard_bytes, hash_json(capture))
+                    shards = _open_shards(folder, missing, spec, store_dtype, shard_bytes, hash_json(capture), room)
                     for filled, checksum, error in finished(engine, shards, layers, task.advance, head):
                         if filled.lost:
                             lost |= {filled.shard.keys[row]: reason for row, reason in filled.lost.items()}
@@ -120,15 +124,19 @@ def _token_bytes(spec: TargetSpec, dtype: torch.dtype) -> int:
     return 4 * (spec.hidden_size * dtype.itemsize + (4 if dtype == FLOAT8 else 0))
 
 
-def _open_shards(folder: Path, rows: list[PreparedRow], spec: TargetSpec, dtype: torch.dtype, shard_bytes: int, capture: str) -> Iterator[OpenShard]:
-    """Rows in order, as many a shard as reach `shard_bytes`; a shard takes its place on the disk when it is asked for."""
+def _open_shards(
+    folder: Path, rows: list[PreparedRow], spec: TargetSpec, dtype: torch.dtype, shard_bytes: int, capture: str,
+    room: Callable[[int, Callable[[], OpenShard]], OpenShard],
+) -> Iterator[OpenShard]:  # fmt: skip
+    """Rows in order, as many a shard as reach `shard_bytes`; a shard takes its place on the disk when it is asked for. room: makes it once there is some."""
     number = next_number(folder)
     token_bytes = _token_bytes(spec, dtype)
     part: list[PreparedRow] = []
     for row in rows:
         part.append(row)
-        if sum(len(row.tokens) for row in part) * token_bytes >= shard_bytes or row is rows[-1]:
-            yield open_shard(folder, number, part, 3, spec.hidden_size, dtype, capture)
+        num_bytes = sum(len(row.tokens) for row in part) * token_bytes
+        if num_bytes >= shard_bytes or row is rows[-1]:
+            yield room(num_bytes, partial(open_shard, folder, number, part, 3, spec.hidden_size, dtype, capture))
             number, part = number + 1, []
 
 
@@ -189,13 +197,3 @@ def _check_lost(lost: dict[str, str], rows: list[PreparedRow], folder: Path) -> 
 
 def _reasons(lost: dict[str, str]) -> str:
     return "; ".join(f"{count:,} {reason}" for reason, count in Counter(lost.values()).most_common(5))
-
-
-def _check_disk(context: Context, num_bytes: int) -> None:
-    free = shutil.disk_usage(context.folder).free
-    if num_bytes + FREE_FLOOR > free:
-        raise UserError(
-            f"The features need {num_bytes / 1e9:.2f} GB in {context.folder}, and the disk has {free / 1e9:.2f} GB free, of which "
-            f"{FREE_FLOOR / 1e9:.2f} GB are left alone. "
-            "Free some space, set run.folder to another disk, or give fewer conversations."
-        )

@@ -10,6 +10,7 @@ place), so that the index beside it (features/index.py) can be made anew. It is 
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
@@ -131,10 +132,21 @@ def open_shard(folder: Path, number: int, rows: Sequence[Row], num_aux: int, wid
     path = folder / f"shard-{number:05d}.safetensors"
     shard = OpenShard(path, [row.key for row in rows], [row.tokens for row in rows], width, num_aux, dtype, starts, begin)
     with open(shard.part, "wb") as file:
+        _reserve(file.fileno(), data + end)
         file.write(struct.pack("<Q", len(text)) + text + offsets.numpy().tobytes() + tokens.numpy().tobytes())
         file.seek(data + header["supervised"]["data_offsets"][0])
         file.write(supervised.numpy().tobytes())
     return shard
+
+
+def _reserve(handle: int, size: int) -> None:
+    """A disk without room says so now, and not in the middle of a forward. Raises OSError if it has none."""
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        try:
+            os.posix_fallocate(handle, 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # some file systems cannot
+                raise
 
 
 def finish(shard: OpenShard) -> str:
