@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -308,3 +309,42 @@ def test_recomputing_in_backward_changes_no_bit() -> None:
         grads.append(gradients(draft))
     assert torch.equal(*found)
     assert_same_gradients(*grads, 0.0)
+
+
+# --- in bfloat16, and on a GPU by other kernels -------------------------------------------------------------------------------------------------
+
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")])]
+# One token alone, nothing supervised, spans at both ends, spans shorter than K, all supervised.
+ODD_MASKS = ["s", "......", "sss....ss", ".ss.s", "." * 130 + "s" * 61, "s" * 75]
+ODD_SHAPES: dict[str, dict[str, Any]] = {
+    "grouped heads of 64": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
+    "full heads of 80, three layers": {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 80, "num_hidden_layers": 3},
+    "heads of 128, norms over them, two layers": {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 128, "num_hidden_layers": 2, "qk_norm": True},
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ODD_SHAPES)
+def test_in_bfloat16_loss_and_gradients_are_near_those_of_the_definition(name: str, device: str) -> None:
+    """The definition in float64 over the same weights and features. Tolerance: bfloat16 rounds each number to 8 bits, 0.4%; several products add up."""
+    draft = random_draft(small_shape(**ODD_SHAPES[name]))
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            # Smaller than elsewhere: scores of 20 and more would make of each rounding a tenth of a weight in the softmax.
+            parameter.copy_((parameter * (0.4 if parameter.dim() > 1 else 1.0)).bfloat16())
+    rows = [random_row(mask, seed) for seed, mask in enumerate(ODD_MASKS, start=80)]
+    rows = [replace(row, aux=row.aux.bfloat16().float(), last=row.last.bfloat16().float()) for row in rows]
+    naive = naive_loss(draft, rows, 150.0, K)
+    naive.backward()
+    wanted = gradients(draft)
+
+    draft.to(device)
+    head, batch = random_head(), make_batch(rows, K, torch.bfloat16, 128, 64).to(torch.device(device))
+    teacher = Teacher(head, random_ids(), torch.bfloat16, torch.device(device))
+    steps = unroll(draft, head.embedding.to(device, torch.bfloat16), batch, K)
+    loss, _ = draft_loss(steps, draft.lm_head.weight, teacher, batch, Objective(0.8, 150.0))
+    loss.backward()
+    found = gradients(draft)
+    assert abs(float(loss) - float(naive)) < 0.01 * float(naive)
+    off = {key: float((found[key].cpu().double() - wanted[key].double()).norm() / wanted[key].double().norm()) for key in wanted}
+    assert max(off.values()) < 0.05, off

@@ -50,6 +50,11 @@ def draft_shape(section: DraftSection, spec: TargetSpec, draft_vocab_size: int, 
     intermediate = section.intermediate_size or text.get("intermediate_size") or 4 * spec.hidden_size
     if heads % key_value_heads:
         raise UserError(f"draft.num_key_value_heads = {key_value_heads} does not divide draft.num_attention_heads = {heads}. Choose numbers that do.")
+    if spec.hidden_size % heads:
+        raise UserError(
+            f"draft.num_attention_heads = {heads} does not divide the target's width of {spec.hidden_size:,}, and engines refuse such a config. Choose one that "
+            f"does; draft.head_dim may be anything even."
+        )
     if head_dim % 2:
         raise UserError(f"draft.head_dim = {head_dim} is odd, and rope turns pairs. Set an even one.")
     return DraftShape(
