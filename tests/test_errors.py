@@ -58,6 +58,7 @@ def finished(process: subprocess.Popen[str]) -> Outcome:
         ("features.layers=[-1, 3, 5]", ["features.layers", "from 0"]),
         ("data.max_length=513", ["data.max_length = 513", "512"]),
         ("draft.num_key_value_heads=3", ["draft.num_key_value_heads = 3", "4"]),
+        ("draft.num_attention_heads=6", ["draft.num_attention_heads = 6", "32"]),
         ("draft.head_dim=7", ["draft.head_dim = 7", "even"]),
         ("target.device=nonsense", ["target.device = 'nonsense'", "cpu"]),
         ("target.path=none", ["/none is not a folder", "config.json"]),

@@ -135,8 +135,15 @@ def test_the_shape_is_the_targets_unless_the_run_file_says_otherwise(spec: Targe
     shape = draft_shape(DraftSection(), spec, 200, [1, 3, 5])
     assert (shape.hidden_size, shape.intermediate_size, shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim) == (32, 64, 4, 2, 8)
     assert (shape.vocab_size, shape.draft_vocab_size, shape.max_position_embeddings, shape.rms_norm_eps) == (320, 200, 512, 1e-5)
-    changed = draft_shape(DraftSection(intermediate_size=40, num_attention_heads=6, num_key_value_heads=3, head_dim=12), spec, 200, [1, 3, 5])
-    assert (changed.intermediate_size, changed.num_attention_heads, changed.num_key_value_heads, changed.head_dim) == (40, 6, 3, 12)
+    changed = draft_shape(DraftSection(intermediate_size=40, num_attention_heads=8, num_key_value_heads=4, head_dim=12), spec, 200, [1, 3, 5])
+    assert (changed.intermediate_size, changed.num_attention_heads, changed.num_key_value_heads, changed.head_dim) == (40, 8, 4, 12)
+
+
+def test_heads_of_a_target_that_do_not_divide_its_width_become_fewer(spec: TargetSpec) -> None:
+    """transformers, and with it every engine, refuses a Llama config with such heads."""
+    shape = draft_shape(DraftSection(), with_text(spec, num_attention_heads=12, num_key_value_heads=4, head_dim=8), 200, [1, 3, 5])
+    assert (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim) == (8, 4, 8)
+    Rope(shape)
 
 
 def test_old_and_new_forms_of_a_config_give_the_same_rope(spec: TargetSpec) -> None:

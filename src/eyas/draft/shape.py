@@ -46,14 +46,16 @@ def draft_shape(section: DraftSection, spec: TargetSpec, draft_vocab_size: int, 
     # A target with latent attention (MLA) has no key-value heads or head width that a Llama layer could take over.
     latent = "kv_lora_rank" in text
     key_value_heads = section.num_key_value_heads or (heads if latent else text.get("num_key_value_heads") or heads)
+    if not section.num_attention_heads and spec.hidden_size % heads:  # GLM-4.5 has 96 heads over a width of 5,120
+        heads = next((n for n in range(heads, 0, -1) if spec.hidden_size % n == 0 and n % key_value_heads == 0), heads)
     head_dim = section.head_dim or (None if latent else text.get("head_dim")) or max(2, spec.hidden_size // heads)
     intermediate = section.intermediate_size or text.get("intermediate_size") or 4 * spec.hidden_size
     if heads % key_value_heads:
         raise UserError(f"draft.num_key_value_heads = {key_value_heads} does not divide draft.num_attention_heads = {heads}. Choose numbers that do.")
     if spec.hidden_size % heads:
         raise UserError(
-            f"draft.num_attention_heads = {heads} does not divide the target's width of {spec.hidden_size:,}, and engines refuse such a config. Choose one that "
-            f"does; draft.head_dim may be anything even."
+            f"draft.num_attention_heads = {heads} does not divide the target's width of {spec.hidden_size:,}, and engines refuse such a draft. Choose one "
+            f"that does; draft.head_dim may be anything even."
         )
     if head_dim % 2:
         raise UserError(f"draft.head_dim = {head_dim} is odd, and rope turns pairs. Set an even one.")
