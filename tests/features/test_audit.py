@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import Outcome, conversation, make_tiny_target, write_run
 
+from eyas.artifact import hash_json
 from eyas.features.index import INDEX, fault_of, read_index
 from eyas.features.reader import FeatureReader
 from eyas.features.shard import SUM_AT, shard_sum
@@ -45,8 +46,13 @@ def change_tokens_and_seal(path: Path) -> None:
     path.write_bytes(data)
     data[SUM_AT : SUM_AT + 32] = shard_sum(path).encode()
     path.write_bytes(data)
-    index = path.parent / INDEX
-    index.write_text(index.read_text().replace(before, shard_sum(path)))
+    index, after = path.parent / INDEX, shard_sum(path)
+    lines = [json.loads(line) for line in index.read_text().splitlines()]
+    for line in lines[1:]:
+        del line["sum"]
+        line["xxh3"] = after if line["xxh3"] == before else line["xxh3"]
+        line["sum"] = hash_json(line)
+    index.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (entry,) = [entry for entry in read_index(path.parent) if entry.file == path.name]
     assert fault_of(path.parent, entry) is None
 

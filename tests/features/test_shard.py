@@ -144,6 +144,20 @@ def test_an_index_made_anew_lists_no_damaged_shard(two_shards: Path, damage: str
     assert not (two_shards / "shard-00000.safetensors").exists()
 
 
+def test_a_changed_byte_anywhere_in_the_index_gives_no_wrong_row_and_is_mended(two_shards: Path) -> None:
+    index = two_shards / INDEX
+    whole = index.read_bytes()
+    for at in range(len(whole)):
+        index.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        try:
+            reader = FeatureReader(two_shards)
+            assert all(same(reader.row(key), row(key, {"a": 3, "b": 7, "c": 1}[key])) for key in reader.places)
+        except UserError as error:
+            assert REPAIR in str(error)
+        assert sorted(entry.keys for entry in open_index(two_shards, CAPTURE)) == [["a", "b"], ["c"]]
+        assert sorted(FeatureReader(two_shards).places) == ["a", "b", "c"]
+
+
 def test_a_changed_byte_anywhere_in_a_shard_is_found(two_shards: Path) -> None:
     path = two_shards / "shard-00001.safetensors"
     whole = path.read_bytes()

@@ -1,6 +1,7 @@
 """The index of the feature store: which shards are whole, and what all of them were captured from.
 
-index.jsonl: its first line says what was captured, then one line a shard. A shard is entered after it was renamed to its name, so what is listed is complete.
+index.jsonl: its first line says what was captured, then one line a shard, each with a checksum of itself. A shard is entered after it was renamed to its
+name, so what is listed is complete.
 Nothing hangs on the index alone: shards say themselves what they are, and it is made anew from them if it is damaged, gone, or lacks one.
 """
 
@@ -38,7 +39,7 @@ def enter(folder: Path, shard: OpenShard, checksum: str) -> ShardEntry:
     shard.part.replace(shard.path)
     fsync_folder(folder)
     entry = ShardEntry(shard.path.name, shard.path.stat().st_size, checksum, shard.keys, [len(tokens) for tokens in shard.tokens])
-    append_lines(folder / INDEX, [entry.__dict__])
+    append_lines(folder / INDEX, [_line(entry)])
     return entry
 
 
@@ -63,9 +64,9 @@ def open_index(folder: Path, capture: dict[str, Any], say: Callable[[str], None]
             else:
                 adopted.append(entry)
     if not known or len(listed) < len(found) - 1:  # a damaged index: one that is written as a whole takes its place
-        write_bytes(path, "".join(json.dumps(line) + "\n" for line in ({"capture": capture}, *(entry.__dict__ for entry in listed))).encode())
+        write_bytes(path, "".join(json.dumps(line) + "\n" for line in ({"capture": capture}, *map(_line, listed))).encode())
     if adopted:
-        append_lines(path, [entry.__dict__ for entry in adopted])
+        append_lines(path, map(_line, adopted))
     return [entry for entry in (*listed, *adopted) if (folder / entry.file).exists()]
 
 
@@ -125,9 +126,13 @@ def _parsed(line: bytes) -> Any:
         return None
 
 
+def _line(entry: ShardEntry) -> dict[str, Any]:
+    """What stands in the index, with a checksum: one flipped bit in a length would otherwise give wrong rows."""
+    return {**entry.__dict__, "sum": hash_json(entry.__dict__)}
+
+
 def _entry(value: Any) -> ShardEntry | None:
-    try:
-        entry = ShardEntry(**value)
-        return entry if Path(entry.file).name == entry.file and len(entry.keys) == len(entry.lengths) else None
-    except TypeError:
+    """None for a line that is not as it was written."""
+    if not isinstance(value, dict) or value.pop("sum", None) != hash_json(value):
         return None
+    return ShardEntry(**value)
