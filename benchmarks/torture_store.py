@@ -1,9 +1,10 @@
 """Tortures the feature store: kills whatever writes or reads it at random instants, damages its files in between, and looks for a wrong row.
 
-    python benchmarks/torture_store.py [--kills 200] [--seed 0] [--folder FOLDER]
+    python benchmarks/torture_store.py [--kills 200] [--seed 0]
 
 A small made-up target is extracted and trained on again and again by real processes that are killed with SIGKILL. Between two of them shards and index are
-truncated, zeroed, flipped, deleted, two processes are started in one folder, the clock is set back a day. It exits with 0 only if
+truncated, zeroed, flipped, deleted, two processes are started in one folder, the clock is set back a day; all in a file system of 50 MB, which is full now and
+then (if it may be mounted, which root may). It exits with 0 only if
 
 - no row that the reader gives ever differs by a bit from that of an undisturbed run,
 - no complete and sound shard is ever written again,
@@ -21,6 +22,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -37,6 +39,7 @@ from conftest import conversation, make_tiny_target, write_run
 from eyas.cli import guarded
 from eyas.config import load
 from eyas.errors import UserError
+from eyas.features import disk
 from eyas.features.index import INDEX, fault_of, read_index
 from eyas.features.reader import FeatureReader
 from eyas.pipeline import Run
@@ -48,21 +51,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="where to work; default: a temporary folder")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        torture = Torture(Path(folder), options.seed)
-        while torture.did["killed"] < options.kills:
-            torture.round()
-        torture.finish()
+    disk.FREE_FLOOR, disk.WAIT_SECONDS, disk.POLL_SECONDS = 1 << 20, 0.5, 0.1
+    with tempfile.TemporaryDirectory() as folder:
+        small = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=50m", "tmpfs", folder], capture_output=True, check=False).returncode == 0
+        try:
+            torture = Torture(Path(folder), options.seed, small)
+            while torture.did["killed"] < options.kills:
+                torture.round()
+            torture.finish()
+        finally:
+            if small:
+                subprocess.run(["umount", "-l", folder], check=True)
     print(", ".join(f"{name}: {count}" for name, count in sorted(torture.did.items())))
     print(f"seed {options.seed}: no wrong row, nothing written twice, every draft as undisturbed")
 
 
 class Torture:
-    def __init__(self, folder: Path, seed: int) -> None:
-        self.draw, self.did = random.Random(seed), Counter[str]()
+    def __init__(self, folder: Path, seed: int, small: bool) -> None:
+        """small: whether the folder is on a disk of its own, which may be filled."""
+        self.draw, self.did, self.small = random.Random(seed), Counter[str](), small
+        self.ballast = folder / "ballast"
         target = make_tiny_target(folder / "target", num_layers=3, hidden_size=256)
         rows = [conversation(number, 1 + number % 2) for number in range(40)]
         # batch_tokens 1: each row goes through the target alone, so that capturing it again gives the same bits.
@@ -130,6 +140,11 @@ class Torture:
         sound = self.sound()
         self.log.write_text("")
         back = self.draw.random() < 0.1
+        full = self.small and self.draw.random() < 0.15
+        if full:
+            free, left = shutil.disk_usage(self.ballast.parent).free, self.draw.randrange(4_000_000)
+            self.ballast.write_bytes(bytes(max(0, free - left)))
+            self.did["disk nearly full"] += 1
         child = self.start("run", -86400.0 if back else 0.0)
         self.did["clock set back"] += back
         if self.draw.random() < 0.1:
@@ -138,11 +153,14 @@ class Torture:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
         code, sentence = self.ended(child)
+        self.ballast.unlink(missing_ok=True)
         self.expect(all(self.inode(file) == inode for file, inode in sound.items()), "a sound shard was written again")
         if code == -signal.SIGKILL:
             self.did["killed"] += 1
         elif code == 0:
             self.ended_well()
+        elif full and code == 2 and any(word in sentence for word in ("disk is full", "features need", "next shard needs")):
+            self.did["stopped by the full disk"] += 1
         else:
             self.expect(code == 2 and "--repair" in sentence, f"exit code {code} with {sentence!r}")
             self.repair()
