@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from safetensors import safe_open
+import torch
 
 from eyas.errors import UserError
 from eyas.features.index import REPAIR, ShardEntry, check_shard, read_index
-from eyas.features.shard import FeatureRow
+from eyas.features.shard import FeatureRow, map_tensors
 
 
 class FeatureReader:
@@ -29,7 +28,7 @@ class FeatureReader:
                 self.places[key] = (entry, start)
                 self.lengths[key] = length
                 start += length
-        self.files: dict[str, Any] = {}
+        self.files: dict[str, dict[str, torch.Tensor]] = {}
 
     def require(self, keys: Iterable[str]) -> None:
         missing = [key for key in keys if key not in self.places]
@@ -37,10 +36,10 @@ class FeatureReader:
             raise UserError(f"{self.folder} lacks the features of {len(missing):,} rows (the first is {missing[0]}). {REPAIR}")
 
     def row(self, key: str) -> FeatureRow:
+        """Its tensors lie in the mapped file, and are copied by whoever packs them."""
         entry, start = self.places[key]
         if entry.file not in self.files:
             check_shard(self.folder, entry)
-            self.files[entry.file] = safe_open(self.folder / entry.file, "pt")
-        file, end = self.files[entry.file], start + self.lengths[key]
-        names = ["tokens", "supervised", "aux", "last", *(["scale"] if "scale" in file.keys() else [])]  # noqa: SIM118 (no dictionary)
-        return FeatureRow(key, *(file.get_slice(name)[start:end] for name in names))
+            self.files[entry.file] = map_tensors(self.folder / entry.file)
+        tensors, part = self.files[entry.file], slice(start, start + self.lengths[key])
+        return FeatureRow(key, **{name: tensors[name][part] for name in ("tokens", "supervised", "aux", "last", "scale") if name in tensors})

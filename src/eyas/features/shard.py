@@ -14,6 +14,7 @@ import errno
 import itertools
 import json
 import math
+import mmap
 import os
 import struct
 from collections.abc import Sequence
@@ -27,6 +28,9 @@ from safetensors import safe_open
 from eyas.artifact import hash_file
 from eyas.features.codec import FLOAT8, decode
 
+DTYPE_OF = {  # by its name in safetensors
+    "I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool, "F32": torch.float32, "BF16": torch.bfloat16, "F8_E4M3": FLOAT8,
+}  # fmt: skip
 NO_SUM = "0" * 32  # what stands in the header until the file is whole
 SUM_AT = 8 + len('{"__metadata__": {"xxh3": "')  # behind the header's length, as the format has it
 
@@ -112,7 +116,7 @@ class OpenShard:
 def open_shard(folder: Path, number: int, rows: Sequence[Row], num_aux: int, width: int, dtype: torch.dtype, capture: str = "") -> OpenShard:
     """Lays out the file: everything but the states is written, and it has its full size. capture: a hash of what the rows are captured from."""
     starts = [0, *itertools.accumulate(len(row.tokens) for row in rows)]
-    name = {torch.float32: "F32", torch.bfloat16: "BF16", FLOAT8: "F8_E4M3"}[dtype]
+    name = {dtype: name for name, dtype in DTYPE_OF.items()}[dtype]
     offsets, tokens, supervised = torch.tensor(starts), torch.cat([row.tokens for row in rows]), torch.cat([row.supervised for row in rows])
     header: dict[str, Any] = {"__metadata__": {"xxh3": NO_SUM, "capture": capture, "keys": json.dumps([row.key for row in rows])}}
     end = 0
@@ -158,6 +162,20 @@ def finish(shard: OpenShard) -> str:
         file.flush()
         os.fsync(file.fileno())
     return checksum
+
+
+def map_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a shard that is known to be sound, mapped: nothing is read before it is used. (safetensors would copy each slice once more.)"""
+    with open(path, "rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    (size,) = struct.unpack("<Q", data[:8])
+    tensors = {}
+    for name, about in json.loads(data[8 : 8 + size]).items():
+        if name != "__metadata__":
+            dtype, (start, end) = DTYPE_OF[about["dtype"]], about["data_offsets"]
+            flat = torch.frombuffer(data, dtype=torch.uint8, count=end - start, offset=8 + size + start) if end > start else torch.empty(0, dtype=torch.uint8)
+            tensors[name] = flat.view(dtype).view(about["shape"])
+    return tensors
 
 
 def shard_sum(path: Path) -> str:

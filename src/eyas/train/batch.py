@@ -104,13 +104,13 @@ def countable_steps(supervised_T: torch.Tensor, num_steps: int) -> torch.Tensor:
     return (ahead_T - 1).clamp(0, num_steps)
 
 
-def make_batch(rows: Sequence[FeatureRow], num_steps: int, dtype: torch.dtype, multiple: int = 1, chunk: int = 1024) -> Batch:
+def make_batch(rows: Sequence[FeatureRow], num_steps: int, dtype: torch.dtype, multiple: int = 1, chunk: int = 1024, pin: bool = False) -> Batch:
     """Packs whole rows, each a document of its own.
 
     multiple: positions and rows are filled up to a multiple of it by one more document, of zeros, whose rows have num_steps 0 and so never count.
     Matrix libraries prepare anew for every shape they have not met; with few shapes a training step on the CPU is
     1.2 times as fast (benchmarks/train_step_cpu.py).
-    chunk: rows whose logits exist at once.
+    chunk: rows whose logits exist at once. pin: whether a GPU will copy the batch.
     """
     next_T, label_T, positions_T, indices, steps, documents = [], [], [], [], [], []
     start = row_start = 0
@@ -134,7 +134,7 @@ def make_batch(rows: Sequence[FeatureRow], num_steps: int, dtype: torch.dtype, m
         indices.append(torch.full((more_rows,), start + more - 1))
         steps.append(torch.zeros(more_rows, dtype=torch.int64))
         documents.append(Document(start, start + more, row_start, row_start + more_rows))
-    aux, last, scale = (_packed([getattr(row, name) for row in rows], more) for name in ("aux", "last", "scale"))
+    aux, last, scale = (_packed([getattr(row, name) for row in rows], more, pin) for name in ("aux", "last", "scale"))
     assert aux is not None and last is not None
     rows_R = torch.cat(indices)
     return Batch(
@@ -153,15 +153,16 @@ def make_batch(rows: Sequence[FeatureRow], num_steps: int, dtype: torch.dtype, m
     )
 
 
-def _packed(parts: list[torch.Tensor | None], more: int) -> torch.Tensor | None:
-    """One after another and `more` zeros behind; None if they are."""
+def _packed(parts: list[torch.Tensor | None], more: int, pin: bool) -> torch.Tensor | None:
+    """One after another and `more` zeros behind; None if they are. Straight into pinned memory, if wanted: each copy of these takes as long as to read them."""
     tensors = [part for part in parts if part is not None]
     if not tensors:
         return None
     dtype = tensors[0].dtype
     joined = torch.uint8 if dtype.itemsize == 1 else dtype  # torch does not join float8, but any bytes
     zeros = torch.zeros(more, *tensors[0].shape[1:], dtype=joined)
-    return torch.cat([*(tensor.view(joined) for tensor in tensors), zeros]).view(dtype)
+    out = torch.empty(sum(map(len, tensors)) + more, *zeros.shape[1:], dtype=joined, pin_memory=pin)
+    return torch.cat([*(tensor.view(joined) for tensor in tensors), zeros], out=out).view(dtype)
 
 
 def _chunks(rows_R: torch.Tensor, num_tokens: int, num_steps: int, size: int) -> list[Chunk]:

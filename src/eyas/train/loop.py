@@ -101,7 +101,8 @@ def steps_of(materials: Materials, section: TrainSection, schedule: Sequence[lis
     """The batches of each step of the schedule, whose entries are the keys of each batch."""
 
     def pack(rows: list[FeatureRow]) -> Batch:
-        return make_batch(rows, section.unroll_steps, materials.dtype, SHAPE_MULTIPLE, loss_chunk(materials.device))
+        cuda = materials.device.type == "cuda"
+        return make_batch(rows, section.unroll_steps, materials.dtype, SHAPE_MULTIPLE, loss_chunk(materials.device), pin=cuda)
 
     return feed(schedule, materials.reader.row, pack, materials.device)
 

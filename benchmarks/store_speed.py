@@ -1,0 +1,93 @@
+"""The feature store against plain copies of files: how fast rows are written and read, as a share of how fast the same bytes are copied.
+
+    python benchmarks/store_speed.py [--folder FOLDER] [--gib 1.0] [--width 4096] [--dtype bfloat16]
+
+Written: shards laid out, rows put in their places, checksums, fsync, index. Read: every row in the order of training, shards held against their checksums, rows
+packed into batches. Beside both: the same files copied, and for writing synced. Each is done three times in turns, the best of each counts. Files are read
+from the page cache; otherwise the disk would be measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from eyas.features.codec import DTYPES, encode
+from eyas.features.index import enter, open_index
+from eyas.features.reader import FeatureReader
+from eyas.features.shard import FeatureRow, finish, open_shard
+from eyas.target.engine import keep_freed_memory
+from eyas.train.batch import make_batch
+from eyas.train.sampler import epoch_order, pack
+
+LENGTH, SHARD_ROWS, TOKENS = 1024, 16, 8192  # tokens of a row, rows of a shard, tokens of a batch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--gib", type=float, default=1.0)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    options = parser.parse_args()
+    keep_freed_memory()  # as the command line does
+    dtype = DTYPES[options.dtype]
+    stored, scale = encode(torch.randn(LENGTH, 4, options.width, dtype=torch.bfloat16), dtype)
+    tokens = torch.randint(0, 1000, (LENGTH,), dtype=torch.int32)
+    parts = {"aux": stored[:, :-1].contiguous(), "last": stored[:, -1].contiguous(), **({} if scale is None else {"scale": scale})}
+    num_bytes = sum(part.numel() * part.element_size() for part in parts.values())
+    num_rows = max(SHARD_ROWS, int(options.gib * 2**30 / num_bytes) // SHARD_ROWS * SHARD_ROWS)
+    rows = [FeatureRow(f"{number:032x}", tokens, torch.ones(LENGTH, dtype=torch.bool), parts["aux"], parts["last"], scale) for number in range(num_rows)]
+    total = num_rows * num_bytes
+
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+
+        def write_store() -> None:
+            for file in folder.glob("*"):
+                file.unlink()
+            open_index(folder, {})
+            for number in range(num_rows // SHARD_ROWS):
+                part = rows[number * SHARD_ROWS : (number + 1) * SHARD_ROWS]
+                shard = open_shard(folder, number, part, 3, options.width, dtype)
+                for row in range(SHARD_ROWS):
+                    shard.put(row, parts)
+                enter(folder, shard, finish(shard))
+
+        def copy(sync: bool) -> None:
+            for path in folder.glob("shard-*"):
+                shutil.copyfile(path, folder / "copy")
+                if sync:
+                    with open(folder / "copy", "rb+") as file:
+                        os.fsync(file.fileno())
+
+        def read_store() -> None:
+            reader = FeatureReader(folder)
+            for keys in pack(epoch_order(list(reader.lengths), 0, 0), reader.lengths, TOKENS):
+                make_batch([reader.row(key) for key in keys], 5, torch.bfloat16)
+
+        print(f"{num_rows} rows of {LENGTH:,} tokens, {options.dtype}, {total / 1e9:.2f} GB, in {options.folder or tempfile.gettempdir()}")
+        write_store()
+        compare("written", total, write_store, lambda: copy(sync=True))
+        compare("read", total, read_store, lambda: copy(sync=False))
+
+
+def compare(what: str, num_bytes: int, ours: Callable[[], None], plain: Callable[[], None]) -> None:
+    best = [float("inf"), float("inf")]
+    for _ in range(3):
+        for index, act in enumerate((ours, plain)):
+            start = time.perf_counter()
+            act()
+            best[index] = min(best[index], time.perf_counter() - start)
+    print(f"{what}: {num_bytes / best[0] / 1e9:.2f} GB/s, plain copies {num_bytes / best[1] / 1e9:.2f} GB/s: {best[1] / best[0]:.0%}")
+
+
+if __name__ == "__main__":
+    main()
