@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import conversation, make_tiny_target, write_run
+from conftest import Outcome, conversation, make_tiny_target, write_run
 from transformers import AutoModelForCausalLM
 
+import eyas.features.index as eyas_index
 import eyas.features.run
 from eyas.artifact import read_manifest
 from eyas.config import load
@@ -158,6 +160,25 @@ def test_only_new_rows_are_captured_when_data_is_added(tmp_path: Path, tiny_targ
     extract(tmp_path, tiny_target, [conversation(n) for n in range(12)])
     _, counts, _ = extract(tmp_path, tiny_target, [conversation(n) for n in range(15)])
     assert (counts["rows"], counts["rows_captured_now"]) == (15, 3)
+
+
+def test_features_that_were_dear_are_not_thrown_away_for_another_setting(
+    tmp_path: Path, tiny_target: Path, eyas: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_run(tmp_path, tiny_target)
+    assert eyas("run", path, "--until", "extract").code == 0
+    shards = {file: file.stat().st_ino for file in (tmp_path / "runs" / "run" / "features").glob("shard-*")}
+    monkeypatch.setattr(eyas_index, "CHEAP_BYTES", 1000)
+    for override, name in (("features.layers=[0, 1, 2]", "features.layers"), ("features.dtype=bfloat16", "features.dtype")):
+        outcome = eyas("run", path, "--set", override)
+        assert outcome.code == 2 and name in outcome.error and "GB of features" in outcome.error and "run.folder" in outcome.error
+    other = AutoModelForCausalLM.from_pretrained(tiny_target)
+    other.lm_head.weight.data[0, 0] += 1  # another revision of the target
+    changed = shutil.copytree(tiny_target, tmp_path / "changed")
+    other.save_pretrained(changed)
+    assert "target.weights" in eyas("run", path, "--set", f"target.path={changed}").error
+    assert {file: file.stat().st_ino for file in shards} == shards
+    assert eyas("run", path, "--until", "extract").code == 0, "set back, they serve"
 
 
 def test_a_capture_of_the_wrong_rows_stores_nothing(tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

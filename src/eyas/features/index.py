@@ -16,11 +16,12 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from eyas.artifact import append_lines, fsync_folder, hash_json, whole_lines, write_bytes
+from eyas.artifact import append_lines, difference, fsync_folder, hash_json, whole_lines, write_bytes
 from eyas.errors import UserError
 from eyas.features.shard import OpenShard, shard_sum
 
 INDEX = "index.jsonl"
+CHEAP_BYTES = 2 << 30  # of features that are captured anew without asking, should a setting change
 READERS = 4  # threads that read shards to check them
 REPAIR = "Run `eyas verify RUN.toml --repair`: it captures anew what is damaged or missing, and nothing else."
 
@@ -45,10 +46,12 @@ def enter(folder: Path, shard: OpenShard, checksum: str) -> ShardEntry:
 
 def open_index(folder: Path, capture: dict[str, Any], say: Callable[[str], None] = lambda line: None) -> list[ShardEntry]:
     """The complete shards captured as `capture` says. Those that the index lacks are read and entered; those of anything else, and what is not whole, are
-    removed."""
+    removed. Raises UserError rather than remove much that was captured otherwise."""
     path = folder / INDEX
     found = [_parsed(line) for line in whole_lines(path)]
     known = bool(found) and found[0] == {"capture": capture}
+    if not known and found:
+        _refuse_to_discard(folder, found[0], capture)
     listed = [entry for entry in map(_entry, found[1:]) if entry is not None] if known else []
     for part in folder.glob("shard-*.tmp"):
         part.unlink()
@@ -68,6 +71,18 @@ def open_index(folder: Path, capture: dict[str, Any], say: Callable[[str], None]
     if adopted:
         append_lines(path, map(_line, adopted))
     return [entry for entry in (*listed, *adopted) if (folder / entry.file).exists()]
+
+
+def _refuse_to_discard(folder: Path, first: Any, capture: dict[str, Any]) -> None:
+    """Raises UserError if features that were dear to capture would be deleted because a setting, or the target, is another now."""
+    size = sum(file.stat().st_size for file in folder.glob("shard-*"))
+    changed = difference(first["capture"], capture) if isinstance(first, dict) and isinstance(first.get("capture"), dict) else None
+    if changed and size > CHEAP_BYTES:
+        name, made, wanted = changed
+        raise UserError(
+            f"{folder} holds {size / 1e9:.1f} GB of features that were captured with {name} = {made}, and now it is {wanted}. Set that back, choose another "
+            f"run.folder, or delete {folder} if they are not wanted any more."
+        )
 
 
 def read_index(folder: Path) -> list[ShardEntry]:
