@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from eyas.config import TargetSection
+from eyas.features.capture import finished
 from eyas.features.index import enter, open_index
-from eyas.features.run import finished
 from eyas.features.shard import open_shard
 from eyas.target.embeddings import TargetHead
 from eyas.target.spec import TargetSpec

@@ -20,8 +20,8 @@ import pytest
 import torch
 from conftest import SOURCE, Outcome, conversation, make_tiny_target, write_run
 
+from eyas.features import capture as features_capture
 from eyas.features import disk
-from eyas.features import run as features_run
 from eyas.target.transformers_engine import TransformersEngine
 from eyas.train import loop
 
@@ -286,7 +286,7 @@ def test_extraction_waits_for_room_and_goes_on_or_stops_cleanly(
     monkeypatch.setattr(disk, "POLL_SECONDS", 0.1)
     target = make_tiny_target(tmp_path / "target", num_layers=3, hidden_size=256)
     path = write_run(tmp_path, target, run={"folder": str(small_disk / "run")}, features={"shard_mib": 1})
-    real, calls = features_run.open_shard, []
+    real, calls = features_capture.open_shard, []
 
     def open_shard(*arguments: Any) -> Any:
         """When the second shard is about to be laid out, somebody fills the disk, and frees it two seconds later."""
@@ -296,7 +296,7 @@ def test_extraction_waits_for_room_and_goes_on_or_stops_cleanly(
             Timer(2.0, ballast.unlink).start()
         return real(*arguments)
 
-    monkeypatch.setattr(features_run, "open_shard", open_shard)
+    monkeypatch.setattr(features_capture, "open_shard", open_shard)
     outcome = eyas("run", path, "--until", "extract")
     assert "waiting up to" in outcome.err and "next shard needs" in outcome.err and "Free some space" in outcome.err
     state = json.loads(eyas("status", small_disk / "run", "--json").out)["extract"]["progress"]

@@ -108,6 +108,12 @@ class FeaturesSection(Section):
         "bfloat16",
         description="How features are stored. float8 (e4m3, a scale for each token and layer) halves the bytes; float32 doubles them and is meant for tests.",
     )
+    keep: str = Field(
+        "all",
+        pattern=r"^(all|none|[0-9]+(\.[0-9]+)? ?(MB|GB|TB))$",
+        description='How much of the features may lie on the disk: `"all"`, `"none"`, or a size such as `"40GB"`. If all of them are more than that, training '
+        "has them captured round by round and deletes what it has passed; each epoch then costs the target a pass, too. `none`: a few shards at a time.",
+    )
     batch_tokens: int = Field(4096, ge=1, description="Tokens of one forward of the target, padding included. Higher is faster until memory runs out.")
     shard_mib: int | None = Field(
         None, ge=1, description="MiB of one shard file, of which each is proved and entered whole. Default: 128 with transformers, 1024 with vllm."

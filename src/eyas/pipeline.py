@@ -26,6 +26,8 @@ from eyas.draft.shape import draft_shape
 from eyas.errors import UserError
 from eyas.features.audit import audit
 from eyas.features.index import REPAIR
+from eyas.features.stream import streams
+from eyas.prepare.run import read_rows
 from eyas.progress import Reporter, clock
 from eyas.stage import Context, Stage
 from eyas.target.spec import TargetSpec, read_spec
@@ -92,15 +94,17 @@ class Run:
                 raise UserError(f"{folder} holds no features yet, so there is nothing to verify. `eyas extract` captures them.")
             if read_manifest(self.folder / "prepare") is None:
                 raise UserError(f"{self.folder / 'prepare'} is not finished, so nothing says which rows there should be. Run `eyas prepare` first.")
+            rows = read_rows(self.folder / "prepare")
+            wanted = [row.key for row in rows if row.holdout or not streams(self.config, self.spec, rows)]
             with self.reporter.task(folder, "verify", size / 1e6, "MB") as task:
-                found = audit(self.folder, lambda read: task.advance(read / 1e6))
+                found = audit(folder, wanted, lambda read: task.advance(read / 1e6))
             for fault in found.faults:
                 self.reporter.say(f"verify: {fault}")
             if not found.faults and not found.missing:
                 self.reporter.say(f"verify: {found.shards:,} shards, {found.bytes / 1e6:,.0f} MB: all whole; {found.rows:,} rows, each as it was prepared")
                 return
-            rows = len({key for keys in found.bad.values() for key in keys} | set(found.missing))
-            summary = f"{len(found.bad):,} of {found.shards:,} shards are bad, and {rows:,} rows have no sound features"
+            unsound = len({key for keys in found.bad.values() for key in keys} | set(found.missing))
+            summary = f"{len(found.bad):,} of {found.shards:,} shards are bad, and {unsound:,} rows have no sound features"
             if not repair:
                 raise UserError(f"{folder}: {summary}. {REPAIR}")
             if (stale := self.stale(stage)) and (folder / "manifest.json").exists():

@@ -27,6 +27,7 @@ class Reporter:
     def __init__(self, run_folder: Path) -> None:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self.log = run_folder / "log.txt"
+        self.showing = False  # whether a bar is on the terminal
 
     def say(self, line: str) -> None:
         self.console.print(line, markup=False)
@@ -54,7 +55,8 @@ class Task:
         self.bar: Progress | None = None
 
     def __enter__(self) -> Task:
-        if self.reporter.console.is_terminal and self.total > 0:
+        if self.reporter.console.is_terminal and self.total > 0 and not self.reporter.showing:  # one bar at a time: that of the work that this is a part of
+            self.reporter.showing = True
             name = TextColumn("{task.description}", table_column=Column(min_width=len(self.name), no_wrap=True))
             line = TextColumn("{task.fields[line]}", table_column=Column(no_wrap=True))
             self.bar = Progress(name, BarColumn(bar_width=12), line, console=self.reporter.console, transient=True)
@@ -113,6 +115,7 @@ class Task:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.bar:
             self.bar.stop()
+            self.reporter.showing = False
         with contextlib.suppress(OSError):  # a full disk is reported by the work itself
             self.write_state("finished" if kind is None else "stopped")
 

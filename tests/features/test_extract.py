@@ -13,8 +13,8 @@ import torch
 from conftest import Outcome, conversation, make_tiny_target, write_run
 from transformers import AutoModelForCausalLM
 
+import eyas.features.capture
 import eyas.features.index as eyas_index
-import eyas.features.run
 from eyas.artifact import read_manifest
 from eyas.config import load
 from eyas.errors import UserError
@@ -109,7 +109,7 @@ def test_rows_as_short_as_can_be_are_captured_beside_long_ones(tiny_target: Path
 def test_a_run_that_dies_inside_goes_on_without_capturing_complete_shards_again(tmp_path: Path, wide_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, counts, _ = extract(tmp_path / "whole", wide_target, batch_tokens=64)
     assert counts["shards"] >= 3
-    real = eyas.features.run.enter
+    real = eyas.features.capture.enter
     written: list[ShardEntry] = []
 
     def dies_at_the_third(folder: Path, shard: OpenShard, checksum: str) -> ShardEntry:
@@ -119,7 +119,7 @@ def test_a_run_that_dies_inside_goes_on_without_capturing_complete_shards_again(
         return written[-1]
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(eyas.features.run, "enter", dies_at_the_third)
+        patch.setattr(eyas.features.capture, "enter", dies_at_the_third)
         extract(tmp_path / "part", wide_target, batch_tokens=64)
     files = [tmp_path / "part" / "runs" / "run" / "features" / entry.file for entry in written]
     before = [file.stat() for file in files]
@@ -216,9 +216,9 @@ def test_a_row_with_a_token_that_the_target_does_not_have_is_left_out_and_counte
     run.up_to("prepare")
     spec = read_spec(tiny_target)
     row = read_rows(run.folder / "prepare")[0]
-    assert eyas.features.run._refused(row, spec) is None
+    assert eyas.features.capture._refused(row, spec) is None
     beyond = replace(row, tokens=torch.cat([row.tokens[:-1], torch.tensor([spec.vocab_size], dtype=torch.int32)]))
-    assert "outside the target's vocabulary" in (eyas.features.run._refused(beyond, spec) or "")
+    assert "outside the target's vocabulary" in (eyas.features.capture._refused(beyond, spec) or "")
 
 
 def lose(monkeypatch: pytest.MonkeyPatch, keys: set[str]) -> None:

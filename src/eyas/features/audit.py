@@ -18,7 +18,7 @@ from eyas.errors import UserError
 from eyas.features.index import READERS, ShardEntry, fault_of, read_index
 from eyas.features.run import LOST
 from eyas.prepare.chat import Row
-from eyas.prepare.run import read_rows, row_key
+from eyas.prepare.run import row_key
 
 
 @dataclass
@@ -34,9 +34,9 @@ class Audit:
     missing: list[str] = field(default_factory=list)
 
 
-def audit(run_folder: Path, advance: Callable[[int], None]) -> Audit:
-    """advance: told of bytes as they are read. Reads and changes nothing."""
-    folder, found = run_folder / "features", Audit()
+def audit(folder: Path, wanted: list[str], advance: Callable[[int], None]) -> Audit:
+    """wanted: keys of the rows that should have features. advance: told of bytes as they are read. Reads and changes nothing."""
+    found = Audit()
     try:
         entries = read_index(folder)
     except UserError as error:
@@ -59,7 +59,6 @@ def audit(run_folder: Path, advance: Callable[[int], None]) -> Audit:
                 found.bad[entry.file] = entry.keys
     good = {key for entry in entries if entry.file not in found.bad for key in entry.keys}
     lost = read_json(folder / LOST) if (folder / LOST).exists() else {}
-    wanted = [row.key for row in read_rows(run_folder / "prepare")]
     found.rows = sum(key in good for key in wanted)
     found.missing = [key for key in wanted if key not in good and key not in lost]
     return found

@@ -5,7 +5,7 @@ Legend: T tokens of a row, A aux layers, D hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -34,6 +34,10 @@ class FeatureReader:
         missing = [key for key in keys if key not in self.places]
         if missing:
             raise UserError(f"{self.folder} lacks the features of {len(missing):,} rows (the first is {missing[0]}). {REPAIR}")
+
+    def parts(self, schedule: Sequence[list[list[str]]]) -> Iterator[Sequence[list[list[str]]]]:
+        """The schedule as it is: all features are there."""
+        yield schedule
 
     def row(self, key: str) -> FeatureRow:
         """Its tensors lie in the mapped file, and are copied by whoever packs them."""

@@ -24,6 +24,7 @@ from eyas.errors import UserError
 from eyas.evaluate.simulate import nothing, simulate
 from eyas.features.reader import FeatureReader
 from eyas.features.shard import FeatureRow
+from eyas.features.stream import StreamedFeatures
 from eyas.progress import Reporter
 from eyas.train import checkpoint
 from eyas.train.batch import Batch, make_batch
@@ -46,7 +47,7 @@ def loss_chunk(device: torch.device) -> int:
 class Materials:
     """All that training reads. embedding [V, D] and teacher in the compute dtype on the device; ids int64 [Vd] the draft vocabulary."""
 
-    reader: FeatureReader
+    reader: FeatureReader | StreamedFeatures
     train_keys: Sequence[str]
     holdout_keys: Sequence[str]
     embedding: torch.Tensor
@@ -104,7 +105,8 @@ def steps_of(materials: Materials, section: TrainSection, schedule: Sequence[lis
         cuda = materials.device.type == "cuda"
         return make_batch(rows, section.unroll_steps, materials.dtype, SHAPE_MULTIPLE, loss_chunk(materials.device), pin=cuda)
 
-    return feed(schedule, materials.reader.row, pack, materials.device)
+    for part in materials.reader.parts(schedule):
+        yield from feed(part, materials.reader.row, pack, materials.device)
 
 
 def per_row(sums: torch.Tensor, rows: torch.Tensor) -> list[float | None]:

@@ -12,6 +12,8 @@ from eyas.draft.shape import DraftShape, draft_shape
 from eyas.errors import UserError
 from eyas.features.reader import FeatureReader
 from eyas.features.run import rows_with_features
+from eyas.features.stream import StreamedFeatures, streams
+from eyas.prepare.run import read_rows
 from eyas.stage import Context, Result
 from eyas.target.embeddings import read_head
 from eyas.target.engine import resolve_device, resolve_dtype
@@ -39,8 +41,13 @@ def work(context: Context) -> Result:
     device = resolve_device(config.target.device)
     dtype = resolve_dtype(config.train.dtype, device)
     rows = rows_with_features(context.run_folder)
-    reader = FeatureReader(context.run_folder / "features")
-    reader.require(row.key for row in rows)
+    features = context.run_folder / "features"
+    reader: FeatureReader | StreamedFeatures
+    if streams(config, spec, read_rows(context.run_folder / "prepare")):
+        reader = StreamedFeatures(config, spec, rows, features, context.reporter)
+    else:
+        reader = FeatureReader(features)
+        reader.require(row.key for row in rows)
     ids = read_ids(context.run_folder / "vocab")
     head = read_head(spec)
     draft = new_draft(shape_of(config, spec), config.run.seed, ids, head if config.draft.init_head == "target" else None).to(device)

@@ -1,0 +1,127 @@
+"""Features with a quota (features.keep): captured round by round as training comes to them, and deleted when it has passed.
+
+A round is a run of optimiser steps whose rows fit into the quota beside the held-out rows, which stay. The order of training does not depend on any of this,
+so the losses are those of a run that keeps everything. The round that is there lies in features/round/, a store like any other: a run that dies goes on with
+what of it is whole.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from eyas.config import RunConfig
+from eyas.errors import UserError
+from eyas.features.capture import Capturer, captured_from, reasons, shard_size, token_bytes
+from eyas.features.index import open_index
+from eyas.features.reader import FeatureReader
+from eyas.features.shard import FeatureRow
+from eyas.prepare.run import PreparedRow
+from eyas.progress import Reporter
+from eyas.target.engine import resolve_device
+from eyas.target.spec import TargetSpec
+
+UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12}
+NONE_SHARDS = 2  # what a round holds with keep = "none"
+
+Schedule = Sequence[list[list[str]]]  # optimiser steps: batches of keys
+
+
+def quota(config: RunConfig) -> float:
+    """Bytes that features may take on the disk; infinite with keep = "all"."""
+    keep = config.features.keep
+    if keep == "all":
+        return float("inf")
+    if keep == "none":
+        return 0.0
+    number, unit = re.fullmatch(r"([0-9.]+) ?([MGT]B)", keep).groups()  # type: ignore[union-attr]  # config.py has seen to that
+    return float(number) * UNITS[unit]
+
+
+def streams(config: RunConfig, spec: TargetSpec, rows: Sequence[PreparedRow]) -> bool:
+    """Whether all features together are more than may be kept."""
+    return sum(len(row.tokens) for row in rows) * token_bytes(config, spec) > quota(config)
+
+
+class StreamedFeatures:
+    """What training reads. lengths: key -> tokens, of all rows. `row` gives those of the round and the held-out ones."""
+
+    def __init__(self, config: RunConfig, spec: TargetSpec, rows: Sequence[PreparedRow], folder: Path, reporter: Reporter) -> None:
+        self.config, self.spec, self.folder, self.reporter = config, spec, folder, reporter
+        self.rows = {row.key: row for row in rows}
+        self.lengths = {row.key: len(row.tokens) for row in rows}
+        self.kept, self.here = FeatureReader(folder), FeatureReader(folder)
+        kept = sum(self.lengths[key] for key in self.kept.places if key in self.lengths) * token_bytes(config, spec)
+        self.round_bytes = NONE_SHARDS * shard_size(config) if config.features.keep == "none" else quota(config) - kept
+        self.capturer = Capturer(config, spec, reporter, folder / "engine.log")
+
+    def row(self, key: str) -> FeatureRow:
+        return (self.here if key in self.here.places else self.kept).row(key)
+
+    def parts(self, schedule: Schedule) -> Iterator[Schedule]:
+        """The schedule in rounds, each given back when its features are there; they go when the next is asked for."""
+        store, capture = self.folder / "round", captured_from(self.config, self.spec)
+        rounds = self._rounds(schedule)
+        try:
+            for number, part in enumerate(rounds, 1):
+                wanted = {key for step in part for batch in step for key in batch}
+                store.mkdir(exist_ok=True)
+                known: set[str] = set()
+                for entry in open_index(store, capture, self.reporter.say):
+                    if set(entry.keys) <= wanted:
+                        known |= set(entry.keys)
+                    else:  # of a round before, or one planned otherwise
+                        (store / entry.file).unlink()
+                missing = [self.rows[key] for key in sorted(wanted - known)]
+                if missing:
+                    self.reporter.say(f"train: round {number} of {len(rounds)}: capturing {len(missing):,} rows for the next {len(part):,} steps")
+                    with self.reporter.task(self.folder, "extract", sum(len(row.tokens) for row in missing), "tokens") as task:
+                        lost = self.capturer.capture(missing, store, task, len(self.rows)).lost
+                    if not self._stays():
+                        self.capturer.close()
+                    part = self._without(part, lost)
+                self.here = FeatureReader(store)
+                yield part
+                self.here = self.kept
+                shutil.rmtree(store)
+        finally:
+            self.capturer.close()
+
+    def _rounds(self, schedule: Schedule) -> list[Schedule]:
+        rounds: list[list[list[list[str]]]] = []
+        keys: set[str] = set()
+        for step in schedule:
+            more = {key for batch in step for key in batch}
+            if self._bytes(more) > self.round_bytes and self.config.features.keep != "none":
+                raise UserError(
+                    f"The rows of one optimiser step take {self._bytes(more) / 1e6:,.0f} MB, and features.keep = {self.config.features.keep} leaves "
+                    f"{max(0.0, self.round_bytes) / 1e6:,.0f} MB beside the held-out rows. Raise it, or lower train.tokens_per_step."
+                )
+            if not rounds or self._bytes(keys | more) > self.round_bytes:
+                rounds.append([])
+                keys = set()
+            rounds[-1].append(step)
+            keys |= more
+        return list(rounds)
+
+    def _bytes(self, keys: set[str]) -> int:
+        return sum(self.lengths[key] for key in keys) * token_bytes(self.config, self.spec)
+
+    def _stays(self) -> bool:
+        """Whether the target can stay loaded while the draft trains: on one GPU they take turns."""
+        return resolve_device(self.config.target.device).type == "cpu" or torch.cuda.device_count() > self.config.target.tensor_parallel
+
+    def _without(self, part: Schedule, lost: dict[str, str]) -> Schedule:
+        """The steps without rows that have no features. Raises UserError if a step has no other."""
+        if not lost:
+            return part
+        self.reporter.say(f"train: warning: {len(lost):,} rows have no features and are left out: {reasons(lost)}")
+        kept = [[[key for key in batch if key not in lost] for batch in step] for step in part]
+        steps = [[batch for batch in step if batch] for step in kept]
+        if not all(steps):
+            raise UserError(f"All rows of an optimiser step have no features: {reasons(lost)}. {self.capturer.log} may say why. Remove them from the data.")
+        return steps
