@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -163,6 +163,9 @@ class RowsInMemory:
 
     def row(self, key: str) -> FeatureRow:
         return self.rows[key]
+
+    def parts(self, schedule: Any) -> list[Any]:
+        return [schedule]
 
 
 def step_gradients(rows: list[FeatureRow], split: list[int], draft: Draft) -> tuple[dict[str, torch.Tensor], list[float], float]:
