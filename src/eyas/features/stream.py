@@ -94,18 +94,21 @@ class StreamedFeatures:
     def _rounds(self, schedule: Schedule) -> list[Schedule]:
         rounds: list[list[list[list[str]]]] = []
         keys: set[str] = set()
+        size = 0
         for step in schedule:
-            more = {key for batch in step for key in batch}
-            if self._bytes(more) > self.round_bytes and self.config.features.keep != "none":
+            rows = {key for batch in step for key in batch}
+            alone, more = self._bytes(rows), self._bytes(rows - keys)
+            if alone > self.round_bytes and self.config.features.keep != "none":
                 raise UserError(
-                    f"The rows of one optimiser step take {self._bytes(more) / 1e6:,.0f} MB, and features.keep = {self.config.features.keep} leaves "
+                    f"The rows of one optimiser step take {alone / 1e6:,.0f} MB, and features.keep = {self.config.features.keep} leaves "
                     f"{max(0.0, self.round_bytes) / 1e6:,.0f} MB beside the held-out rows. Raise it, or lower train.tokens_per_step."
                 )
-            if not rounds or self._bytes(keys | more) > self.round_bytes:
+            if not rounds or size + more > self.round_bytes:
                 rounds.append([])
-                keys = set()
+                keys, size, more = set(), 0, alone
             rounds[-1].append(step)
-            keys |= more
+            keys |= rows
+            size += more
         return list(rounds)
 
     def _bytes(self, keys: set[str]) -> int:
