@@ -31,6 +31,12 @@ def decode(stored_nLD: torch.Tensor, scale_nL: torch.Tensor | None, dtype: torch
     return (stored_nLD.float() * scale_nL.unsqueeze(-1)).to(dtype)
 
 
+def joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    """A copy of the parts, one behind the other. torch does not join float8, but any bytes."""
+    dtype = parts[0].dtype
+    return torch.cat([part.view(torch.uint8) if dtype.itemsize == 1 else part for part in parts], dim=dim).view(dtype)
+
+
 def squares(states_nLD: torch.Tensor, stored_nLD: torch.Tensor, scale_nL: torch.Tensor | None) -> torch.Tensor:
     """What storing cost: per layer the sums of the squares of the differences and of the states, float32 [L, 2]."""
     if stored_nLD.dtype == states_nLD.dtype:

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file
 
-from eyas.features.codec import encode, squares
+from eyas.features.codec import encode, joined, squares
 from eyas.target.tap import find_decoder_layers, residual_stream
 
 SLOTS = 3  # forwards whose states may wait to be written; then the model waits. Bounds memory, on the device and pinned on the host
@@ -163,14 +163,14 @@ class Recorder:
     def put(self, group: Group, ids: torch.Tensor, positions: torch.Tensor, states: list[torch.Tensor]) -> None:
         """ids, positions int [n]; states: a [n, D] tensor a layer, `last` at the end. All may be overwritten afterwards."""
         slot = self.slots.get()
+        # Layer by layer: the float32 of all at once would be gigabytes of a memory that vLLM has filled.
+        codes = [encode(state.unsqueeze(1), group.dtype) for state in states]
+        finite = torch.stack([state.isfinite().all(-1) for state in states]).all(0)
+        taken = {"about": torch.stack([ids.long(), positions.long(), finite.long()], dim=1)}
+        taken["squares"] = torch.cat([squares(state.unsqueeze(1), *code) for state, code in zip(states, codes, strict=True)])
         # Two tensors, because a row's aux and its last stand in two places.
-        given = [torch.stack(states[:-1], dim=1), states[-1].unsqueeze(1).clone()]
-        aux_fine, last_fine = (part.isfinite().flatten(1).all(1) for part in given)
-        taken = {"about": torch.stack([ids.long(), positions.long(), (aux_fine & last_fine).long()], dim=1)}
-        encoded = [encode(part, group.dtype) for part in given]
-        taken |= {"aux": encoded[0][0], "last": encoded[1][0].squeeze(1)}
-        taken["squares"] = torch.cat([squares(part, *code) for part, code in zip(given, encoded, strict=True)])
-        scales = [scale for _, scale in encoded if scale is not None]
+        taken |= {"aux": joined([stored for stored, _ in codes[:-1]], 1), "last": joined([codes[-1][0].squeeze(1)], 0)}
+        scales = [scale for _, scale in codes if scale is not None]
         if scales:
             taken["scale"] = torch.cat(scales, dim=1)
         copied = None
