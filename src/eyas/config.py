@@ -66,8 +66,9 @@ class DataSection(Section):
 
     conversations: list[str] = Field(
         default_factory=list,
-        description="JSONL files. A row holds `messages` (OpenAI form, with `role` and `content`), or `prompt` (one user turn) or `turns` (several user "
-        "turns). May be empty if `synthesize` is not 0.",
+        description="JSONL or JSON files, also with .gz, folders of them, patterns such as `chats/*.jsonl`. A row holds `messages` (OpenAI form), "
+        "`conversations` (ShareGPT), `instruction` with `input` and `output` (Alpaca), `prompt` (one user turn) with or without `completion`, or `turns` "
+        "(several user turns). Up to 1% of the rows may be none of these; they are named and left out. May be empty if `synthesize` is not 0.",
     )
     synthesize: int = Field(
         0,

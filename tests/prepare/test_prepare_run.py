@@ -61,6 +61,18 @@ def test_rows_kept_and_rows_dropped_by_reason_make_all_rows_read(tmp_path: Path,
     assert counts["tokens"] == sum(len(row.tokens) for row in rows) and counts["supervised"] == sum(int(row.supervised.sum()) for row in rows)
 
 
+def test_a_few_bad_rows_are_named_and_left_out_and_more_stop_the_run(tmp_path: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = [numbered(number) for number in range(297)]
+    bad: list[Any] = [{"what": 1}, {"messages": [{"role": "alien", "content": "x"}]}, {"prompt": 3}]
+    _, counts, _ = prepare(tmp_path / "few", tiny_target, [*good[:100], bad[0], *good[100:200], bad[1], *good[200:], bad[2]])
+    assert counts["bad_rows"] == 3 and counts["conversations"] == 297 and counts["rows"] + sum(counts["dropped"].values()) == 297
+    said = capsys.readouterr().err
+    for line in (101, 202, 300):
+        assert f"left out: {tmp_path / 'few' / 'data.jsonl'}:{line}" in said
+    with pytest.raises(UserError, match=r"data.jsonl:291 .*\(4 of 294 rows are bad; up to 1% would be left out"):
+        prepare(tmp_path / "many", tiny_target, [*good[:290], *bad, {"what": 2}])
+
+
 def test_every_kept_row_has_two_supervised_tokens_side_by_side_and_a_key_of_its_own(tmp_path: Path, tiny_target: Path) -> None:
     rows, _, _ = prepare(tmp_path, tiny_target, [conversation(n, 1 + n % 3) for n in range(20)])
     assert all((row.supervised[:-1] & row.supervised[1:]).any() for row in rows)

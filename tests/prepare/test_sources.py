@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.errors import UserError
-from eyas.prepare.sources import Conversation, read_conversations, with_open_answers
+from eyas.prepare.sources import Conversation, data_files, read_conversations, with_open_answers
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 OPEN = {"role": "assistant", "content": None}
@@ -35,6 +36,102 @@ def test_messages_prompt_and_turns_become_messages(tmp_path: Path) -> None:
     found = read(tmp_path, *map(json.dumps, rows))
     assert [c.messages for c in found] == [[USER, ANSWER], [USER], [{"role": "user", "content": "a"}, OPEN, {"role": "user", "content": "b"}, OPEN]]
     assert [c.where.rpartition(":")[2] for c in found] == ["1", "2", "3"]
+
+
+ASKED = [USER, ANSWER]
+
+
+@pytest.mark.parametrize(
+    ("row", "form", "messages"),
+    [
+        ({"conversation": ASKED}, "messages", ASKED),
+        ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}, "ShareGPT", ASKED),
+        (
+            {"conversations": [{"from": "system", "value": "S"}, {"from": "User", "value": "Hi"}, {"from": "gpt", "value": None}], "id": 7},
+            "ShareGPT", [{"role": "system", "content": "S"}, USER, OPEN],
+        ),
+        ({"instruction": "Hi", "input": "", "output": "Hello"}, "Alpaca", ASKED),
+        ({"instruction": "Sum", "input": "1 2", "output": "3"}, "Alpaca", [{"role": "user", "content": "Sum\n\n1 2"}, {"role": "assistant", "content": "3"}]),
+        ({"instruction": "Hi"}, "Alpaca", [USER]),
+        ({"prompt": "Hi", "completion": "Hello"}, "prompt", ASKED),
+        ({"prompt": "Hi", "response": "Hello"}, "prompt", ASKED),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}, ANSWER]}, "messages", ASKED),
+        (
+            {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}]},
+            "messages", [USER, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
+        ),
+    ],
+)  # fmt: skip
+def test_each_form_that_data_sets_use_is_known_by_its_keys(tmp_path: Path, row: dict[str, Any], form: str, messages: list[dict[str, Any]]) -> None:
+    (found,) = read(tmp_path, json.dumps(row))
+    assert (found.form, found.messages) == (form, messages)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"conversations": [{"from": "alien", "value": "Hi"}]}, "role 'alien'"),
+        ({"conversations": [{"from": ["human"], "value": "Hi"}]}, "role"),
+        ({"conversations": [{"from": "human", "value": 3}]}, "type int"),
+        ({"instruction": 3, "output": "x"}, "type int"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}, {"type": "text", "text": "y"}]}]},
+            "parts of type image_url, text",
+        ),
+        ({"messages": [{"role": "user", "content": ["Hi"]}]}, "parts of type str"),
+    ],
+)
+def test_a_row_of_a_known_form_that_holds_something_else_is_refused(tmp_path: Path, row: dict[str, Any], says: str) -> None:
+    assert says in refusal(tmp_path, json.dumps(row))
+
+
+def test_files_come_from_names_folders_and_patterns_in_one_order(tmp_path: Path) -> None:
+    rows = {name: {"prompt": name} for name in ("a.jsonl", "sub/b.json", "sub/c.jsonl.gz", "d.ndjson")}
+    (tmp_path / "sub").mkdir()
+    for name, row in rows.items():
+        data = json.dumps([row, row] if name.endswith(".json") else row).encode()
+        (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    (tmp_path / "notes.txt").write_text("not data")
+    found = [(Path(c.where.partition(":")[0].partition("[")[0]).name, c.messages[0]["content"]) for c in read_conversations([str(tmp_path)])]
+    assert found == [("a.jsonl", "a.jsonl"), ("d.ndjson", "d.ndjson"), ("b.json", "sub/b.json"), ("b.json", "sub/b.json"), ("c.jsonl.gz", "sub/c.jsonl.gz")]
+    assert [c.messages[0]["content"] for c in read_conversations([f"{tmp_path}/*.ndjson", f"{tmp_path}/a.jsonl"])] == ["d.ndjson", "a.jsonl"]
+    assert [Path(path).name for path in data_files([f"{tmp_path}/**/*.jsonl*"])] == ["a.jsonl", "c.jsonl.gz"]
+
+
+def test_a_json_file_of_lines_is_read_by_lines(tmp_path: Path) -> None:
+    (tmp_path / "data.json").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert [c.where.rpartition(":")[2] for c in read_conversations([str(tmp_path / "data.json")])] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("data.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 5000)[:-20], "no whole gzip file"),
+        ("data.jsonl.gz", b'{"prompt": "a"}', "no whole gzip file"),
+        ("data.json", b'[{"prompt": "a"}, ', "data.json:1 is not JSON"),
+        ("data.json", b"[]", "is empty"),
+    ],
+)
+def test_a_file_that_is_not_what_its_name_says_is_named(tmp_path: Path, name: str, data: bytes, says: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError, match=says):
+        list(read_conversations([str(tmp_path / name)]))
+
+
+def test_an_empty_folder_a_pattern_that_matches_nothing_and_a_dead_link_are_named(tmp_path: Path) -> None:
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "gone")
+    (tmp_path / "empty").mkdir()
+    for name, says in (("empty", "without data files"), ("*.nothing", "No file matches"), ("link.jsonl", "does not exist")):
+        with pytest.raises(UserError, match=says):
+            list(read_conversations([str(tmp_path / name)]))
+
+
+def test_bad_rows_are_given_back_with_file_and_line_if_a_list_is_given(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a"}\nnonsense\n{"prompt": "b"}\n{"what": 1}\n')
+    bad: list[str] = []
+    assert [c.messages[0]["content"] for c in read_conversations([str(path)], bad)] == ["a", "b"]
+    assert [sentence.partition(" ")[0] for sentence in bad] == [f"{path}:2", f"{path}:4"]
 
 
 def test_blank_lines_are_passed_over_and_line_numbers_stay_true(tmp_path: Path) -> None:
@@ -68,7 +165,7 @@ def test_an_id_is_the_rows_own_or_follows_from_its_messages_alone(tmp_path: Path
         ({"messages": [{"content": "Hi"}]}, "role None"),
         ({"messages": [USER, {"role": "assistant", "content": 7}]}, "message 1 has content of type int"),
         ({"messages": [{"role": "user", "content": None}]}, "NoneType"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, "list"),
+        ({"messages": [{"role": "user", "content": []}]}, "list"),
         ({"prompt": 3}, "int"),
         ({"turns": []}, "at least one text"),
         ({"turns": "Hi"}, "turns must be a list"),
@@ -91,10 +188,10 @@ def test_half_a_character_in_an_id_or_category_is_refused_like_one_in_a_text(tmp
     assert "lone surrogate" in refusal(tmp_path, json.dumps({key: "\ud83d", "prompt": "ok"}))
 
 
-def test_a_missing_file_a_folder_and_an_empty_file_are_named(tmp_path: Path) -> None:
+def test_a_missing_and_an_empty_file_are_named(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.touch()
-    for path, says in ((tmp_path / "none.jsonl", "does not exist"), (tmp_path, "is a folder"), (empty, "is empty")):
+    for path, says in ((tmp_path / "none.jsonl", "does not exist"), (empty, "is empty")):
         with pytest.raises(UserError, match=says) as caught:
             list(read_conversations([str(path)]))
         assert str(path) in str(caught.value)

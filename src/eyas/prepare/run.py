@@ -37,6 +37,7 @@ from eyas.target.spec import TargetSpec
 REUSABLE = (ANSWERS,)
 ROWS = "rows.safetensors"
 PROMPTS = "prompts.jsonl"
+BAD_SHARE = 0.01  # of the rows, that may be no conversations and are left out with a warning
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,12 @@ def work(context: Context) -> Result:
     config, spec, folder = context.config, context.spec, context.folder
     chat = load_chat(spec, config.target.trust_remote_code)
     counts: Counter[str] = Counter()
-    conversations = [with_open_answers(conversation, config.data.regenerate) for conversation in read_conversations(config.data.conversations)]
+    conversations, num_bad = _read(config, context.reporter)
     turn = empty_turn(chat) if config.data.synthesize else None  # before the target is loaded, which may take long
     synthesis = Synthesis()
     if turn or count_open(conversations):
         conversations, synthesis = _written(context, conversations, turn, chat, counts)
-    counts["conversations"] = len(conversations)
+    counts["conversations"], counts["bad_rows"] = len(conversations), num_bad
     dropped: Counter[str] = Counter()
     rows, lines = [], []
     seen: set[str] = set()
@@ -110,6 +111,28 @@ def work(context: Context) -> Result:
     if synthesis.tried:
         manifest["synthesized"] = {"tried": synthesis.tried, "usable": len(synthesis.conversations), "dropped": dict(synthesis.dropped)}
     return Result(manifest, content=hash_file(folder / ROWS))
+
+
+def _read(config: RunConfig, reporter: Reporter) -> tuple[list[Conversation], int]:
+    """(conversations, rows that are none). Raises UserError if more than a few are none: then something else is wrong with the data."""
+    bad: list[str] = []
+    conversations = []
+    for conversation in read_conversations(config.data.conversations, bad):
+        try:
+            conversations.append(with_open_answers(conversation, config.data.regenerate))
+        except UserError as error:
+            bad.append(str(error))
+    total = len(conversations) + len(bad)
+    if len(bad) > BAD_SHARE * total:
+        raise UserError(bad[0] if len(bad) == 1 else f"{bad[0]} ({len(bad):,} of {total:,} rows are bad; up to {BAD_SHARE:.0%} would be left out.)")
+    for sentence in bad[:5]:
+        reporter.say(f"prepare: warning: left out: {sentence}")
+    if len(bad) > 5:
+        reporter.say(f"prepare: warning: left out: {len(bad) - 5:,} more rows that are no conversations")
+    forms = Counter(conversation.form for conversation in conversations)
+    if set(forms) - {"messages"}:
+        reporter.say(f"prepare: rows read as {', '.join(f'{form} ({count:,})' for form, count in forms.most_common())}")
+    return conversations, len(bad)
 
 
 def _written(

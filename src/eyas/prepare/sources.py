@@ -1,11 +1,21 @@
 """Data files -> conversations.
 
-In: JSONL files. Out: one `Conversation` a line, its messages checked, still text.
+In: JSONL or JSON files, also compressed with gzip, folders of them, patterns. Out: one `Conversation` a row, its messages checked, still text. The form of a
+row is told by its keys:
+
+    messages                         the OpenAI form, content as text or as text parts
+    conversations / conversation     ShareGPT: from and value a message; or the OpenAI form under this name
+    instruction, input?, output?     Alpaca
+    prompt, completion? / response?  one user turn, and its answer
+    turns                            several user turns
 """
 
 from __future__ import annotations
 
+import glob
+import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +26,11 @@ from eyas.errors import UserError
 
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant", "model": "assistant", "bot": "assistant",
+    "system": "system", "tool": "tool", "function": "tool", "observation": "tool",
+}  # fmt: skip
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 
 
 @dataclass(frozen=True)
@@ -26,41 +41,91 @@ class Conversation:
     messages: list[Message]
     where: str  # file and line, for messages to the user; "synthesized" if the target wrote the user turn
     category: str = ""
+    form: str = "messages"  # what its row looked like
 
 
-def read_conversations(paths: list[str]) -> Iterator[Conversation]:
-    """Raises UserError, with file and line, for a file that is missing, empty or not JSONL, and for a row that is no conversation."""
-    for path in paths:
-        number = 0
-        try:
-            with open(path, "rb") as file:
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        yield _conversation(line, f"{path}:{number}")
-        except IsADirectoryError:
-            raise UserError(f"{path} is a folder; name the JSONL files in it.") from None
-        except FileNotFoundError:
-            raise UserError(f"{path} does not exist. Mend the path in the run file; it is relative to the run file's folder.") from None
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}.") from None
-        if number == 0:
-            raise UserError(f"{path} is empty. Give a JSONL file with one conversation or prompt a line.")
+def data_files(names: list[str]) -> list[str]:
+    """The files that names, folders and patterns stand for; those of a folder or pattern in order of their paths. Raises UserError for one that stands for
+    none."""
+    files: list[str] = []
+    for name in names:
+        if Path(name).is_dir():
+            found = sorted(str(path) for path in Path(name).rglob("*") if path.name.endswith(SUFFIXES) and path.is_file())
+            if not found:
+                raise UserError(f"{name} is a folder without data files; they end in {', '.join(SUFFIXES[:3])}, or in these and .gz.")
+        elif glob.has_magic(name) and not Path(name).exists():
+            found = sorted(path for path in glob.glob(name, recursive=True) if Path(path).is_file())
+            if not found:
+                raise UserError(f"No file matches {name}. Mend the pattern in the run file; it is relative to the run file's folder.")
+        else:
+            found = [name]
+        files += found
+    return files
 
 
-def _conversation(line: bytes, where: str) -> Conversation:
+def read_conversations(names: list[str], bad: list[str] | None = None) -> Iterator[Conversation]:
+    """Raises UserError for a file that is missing, empty or cannot be read. A row that is no conversation goes to `bad`, as a sentence with file and line;
+    without such a list it is raised as UserError."""
+    for path in data_files(names):
+        rows = 0
+        for where, row in _rows(path):
+            rows += 1
+            try:
+                yield _conversation(row, where)
+            except UserError as error:
+                if bad is None:
+                    raise
+                bad.append(str(error))
+        if rows == 0:
+            raise UserError(f"{path} is empty. Give a file with one conversation or prompt a row.")
+
+
+def _rows(path: str) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
+    """(file and line, the line) of each row; of a JSON file that holds a list (file and number, the row)."""
     try:
-        row = json.loads(line)
+        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+            if path.removesuffix(".gz").endswith(".json") and (listed := _listed(file.read())) is not None:
+                yield from ((f"{path}[{number}]", row) for number, row in enumerate(listed))
+                return
+            file.seek(0)
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield f"{path}:{number}", line
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder; name the files in it.") from None
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist. Mend the path in the run file; it is relative to the run file's folder.") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{path} is no whole gzip file: {str(error).rstrip('.')}. Fetch or compress it again.") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def _listed(data: bytes) -> list[Any] | None:
+    """The rows of a JSON list; None for anything else, which is read line by line."""
+    if data.lstrip()[:1] != b"[":
+        return None
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, list) else None
+
+
+def _conversation(line: Any, where: str) -> Conversation:
+    try:
+        row = json.loads(line) if isinstance(line, bytes) else line
     except (ValueError, RecursionError) as error:  # RecursionError: a hundred thousand brackets
         raise UserError(f"{where} is not JSON: {error}. Each line must be one JSON object.") from None
     if not isinstance(row, dict):
         raise UserError(f"{where} holds {type(row).__name__}, not an object. A row has messages, prompt or turns.")
-    messages = _messages(row, where)
+    form, messages = _messages(row, where)
     name = str(row["id"]) if row.get("id") is not None else hash_json(messages)[:16]
     category = str(row.get("category") or "")
     for key, value in (("id", name), ("category", category)):
         if not _encodable(value):
             raise UserError(f"{where}: {key} holds a lone surrogate, half a character. Mend the row.")
-    return Conversation(name, messages, where, category)
+    return Conversation(name, messages, where, category, form)
 
 
 def _encodable(text: str) -> bool:
@@ -76,27 +141,63 @@ def is_open(message: Message) -> bool:
     return message["role"] == "assistant" and message["content"] is None and not message.get("tool_calls")
 
 
-def _messages(row: dict[str, Any], where: str) -> list[Message]:
-    if "messages" in row:
-        messages = row["messages"]
+def _messages(row: dict[str, Any], where: str) -> tuple[str, list[Message]]:
+    """(name of the row's form, its messages)."""
+    listed = next((name for name in ("messages", "conversations", "conversation") if name in row), None)
+    if listed:
+        form, messages = "messages", row[listed]
+        if isinstance(messages, list) and any(isinstance(message, dict) and "from" in message for message in messages):
+            form, messages = "ShareGPT", [_from_sharegpt(message) for message in messages]
     elif "turns" in row:
-        messages = _each_answered(row["turns"], where)
+        form, messages = "turns", _each_answered(row["turns"], where)
+    elif "instruction" in row:
+        form, messages = "Alpaca", _asked(_joined(row["instruction"], row.get("input")), row.get("output"))
     elif "prompt" in row:
-        messages = [{"role": "user", "content": row["prompt"]}]
+        form, messages = "prompt", _asked(row["prompt"], row.get("completion", row.get("response")))
     else:
-        raise UserError(f"{where} has {', '.join(row) or 'no keys'}; a row needs messages (OpenAI form), prompt (text) or turns (a list of texts).")
+        raise UserError(
+            f"{where} has {', '.join(row) or 'no keys'}; a row needs messages (OpenAI form), conversations (ShareGPT), instruction (Alpaca), prompt (text) or "
+            f"turns (a list of texts)."
+        )
     if not isinstance(messages, list) or not messages:
         raise UserError(f"{where}: messages must be a list with at least one message.")
-    for position, message in enumerate(messages):
-        role = message.get("role") if isinstance(message, dict) else None
-        if role not in ROLES:
-            raise UserError(f"{where}: message {position} has role {role!r}; it must be one of {', '.join(ROLES)}.")
-        content = message.get("content")
-        if not isinstance(content, str) and not (content is None and role == "assistant"):
-            raise UserError(f"{where}: message {position} has content of type {type(content).__name__}; it must be text.")
-        if isinstance(content, str) and not _encodable(content):
-            raise UserError(f"{where}: message {position} holds a lone surrogate, half a character, which no tokenizer can read. Mend the row.")
-    return [{key: value for key, value in message.items() if key != "ids"} for message in messages]  # "ids" is ours: tokens that the target sampled
+    return form, [_checked(message, position, where) for position, message in enumerate(messages)]
+
+
+def _checked(message: Any, position: int, where: str) -> Message:
+    role = message.get("role") if isinstance(message, dict) else None
+    if role not in ROLES:
+        raise UserError(f"{where}: message {position} has role {role!r}; it must be one of {', '.join(ROLES)}.")
+    content = message.get("content")
+    if (
+        isinstance(content, list)
+        and content
+        and all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content)
+    ):
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str) and not (content is None and role == "assistant"):
+        kinds = sorted({str(part.get("type")) if isinstance(part, dict) else type(part).__name__ for part in content}) if isinstance(content, list) else []
+        found = f"parts of type {', '.join(kinds)}" if kinds else f"type {type(content).__name__}"
+        raise UserError(f"{where}: message {position} has content of {found}; it must be text.")
+    if isinstance(content, str) and not _encodable(content):
+        raise UserError(f"{where}: message {position} holds a lone surrogate, half a character, which no tokenizer can read. Mend the row.")
+    # "ids" is ours: tokens that the target sampled
+    return {**{key: value for key, value in message.items() if key != "ids"}, "content": content}
+
+
+def _from_sharegpt(message: Any) -> Any:
+    if not isinstance(message, dict):
+        return message
+    name = message.get("from")
+    return {"role": SHAREGPT_ROLES.get(name.lower(), name) if isinstance(name, str) else name, "content": message.get("value")}
+
+
+def _joined(instruction: Any, given: Any) -> Any:
+    return f"{instruction}\n\n{given}" if isinstance(instruction, str) and isinstance(given, str) and given.strip() else instruction
+
+
+def _asked(question: Any, answer: Any) -> list[Message]:
+    return [{"role": "user", "content": question}, *([] if answer is None else [{"role": "assistant", "content": answer}])]
 
 
 def _each_answered(turns: Any, where: str) -> list[Message]:
@@ -132,7 +233,7 @@ def source_hashes(paths: list[str], hash_file: Callable[[Path], str]) -> dict[st
     Raises UserError for a missing file.
     """
     hashes = {}
-    for number, path in enumerate(paths):
+    for number, path in enumerate(data_files(paths)):
         if not Path(path).is_file():
             raise UserError(f"{path} does not exist or is no file. Mend the path in the run file; it is relative to the run file's folder.")
         hashes[f"{number}: {Path(path).name}"] = hash_file(Path(path))
