@@ -64,7 +64,8 @@ def finished(process: subprocess.Popen[str]) -> Outcome:
         ("target.path=none", ["/none is not a folder", "config.json"]),
         ("data.conversations=['none.jsonl']", ["none.jsonl does not exist", "run file"]),
         ("evaluate.prompts=['none.jsonl']", ["none.jsonl does not exist", "run file"]),
-        ("data.conversations=['.']", ["no file"]),
+        ("data.conversations=['runs']", ["runs is a folder without data files", ".jsonl"]),
+        ("data.conversations=['*.nothing']", ["No file matches", "run file"]),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_named(eyas: Eyas, make_run: Callable[..., Path], override: str, says: list[str]) -> None:
@@ -107,7 +108,7 @@ def test_a_real_process_says_the_same_sentence(make_run: Callable[..., Path]) ->
     ("text", "says"),
     [
         ("", ["data.jsonl is empty", "JSONL"]),
-        ("\n\n  \n", ["no conversations"]),
+        ("\n\n  \n", ["data.jsonl is empty"]),
         ('{"prompt": "a"}\n{"prompt": \n', ["data.jsonl:2 is not JSON"]),
         ("[1, 2]\n", ["data.jsonl:1 holds list"]),
         ('{"messages": [{"role": "human", "content": "a"}]}\n', ["data.jsonl:1", "'human'", "assistant"]),

@@ -93,7 +93,8 @@ def test_files_come_from_names_folders_and_patterns_in_one_order(tmp_path: Path)
         (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     (tmp_path / "notes.txt").write_text("not data")
     found = [(Path(c.where.partition(":")[0].partition("[")[0]).name, c.messages[0]["content"]) for c in read_conversations([str(tmp_path)])]
-    assert found == [("a.jsonl", "a.jsonl"), ("d.ndjson", "d.ndjson"), ("b.json", "sub/b.json"), ("b.json", "sub/b.json"), ("c.jsonl.gz", "sub/c.jsonl.gz")]
+    assert found == [("a.jsonl", "a.jsonl"), ("d.ndjson", "d.ndjson")]
+    assert [c.messages[0]["content"] for c in read_conversations([f"{tmp_path}/sub"])] == ["sub/b.json", "sub/b.json", "sub/c.jsonl.gz"]
     assert [c.messages[0]["content"] for c in read_conversations([f"{tmp_path}/*.ndjson", f"{tmp_path}/a.jsonl"])] == ["d.ndjson", "a.jsonl"]
     assert [Path(path).name for path in data_files([f"{tmp_path}/**/*.jsonl*"])] == ["a.jsonl", "c.jsonl.gz"]
 

@@ -50,7 +50,8 @@ def data_files(names: list[str]) -> list[str]:
     files: list[str] = []
     for name in names:
         if Path(name).is_dir():
-            found = sorted(str(path) for path in Path(name).rglob("*") if path.name.endswith(SUFFIXES) and path.is_file())
+            # Not those of folders in it, among which may be a run folder: a pattern with ** finds them.
+            found = sorted(str(path) for path in Path(name).iterdir() if path.name.endswith(SUFFIXES) and path.is_file())
             if not found:
                 raise UserError(f"{name} is a folder without data files; they end in {', '.join(SUFFIXES[:3])}, or in these and .gz.")
         elif glob.has_magic(name) and not Path(name).exists():
@@ -77,7 +78,7 @@ def read_conversations(names: list[str], bad: list[str] | None = None) -> Iterat
                     raise
                 bad.append(str(error))
         if rows == 0:
-            raise UserError(f"{path} is empty. Give a file with one conversation or prompt a row.")
+            raise UserError(f"{path} is empty. Give a JSONL file with one conversation or prompt a line.")
 
 
 def _rows(path: str) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
