@@ -148,7 +148,7 @@ class Torture:
         child = self.start("run", -86400.0 if back else 0.0)
         self.did["clock set back"] += back
         if self.draw.random() < 0.1:
-            self.second(child)
+            self.second(full)
         time.sleep(self.draw.uniform(0.0, 1.1 * self.seconds))
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
@@ -159,7 +159,7 @@ class Torture:
             self.did["killed"] += 1
         elif code == 0:
             self.ended_well()
-        elif full and code == 2 and any(word in sentence for word in ("disk is full", "features need", "next shard needs")):
+        elif full and code == 2 and self.tells_of_the_disk(sentence):
             self.did["stopped by the full disk"] += 1
         else:
             self.expect(code == 2 and "--repair" in sentence, f"exit code {code} with {sentence!r}")
@@ -169,13 +169,18 @@ class Torture:
             self.damage()
             self.look()
 
-    def second(self, first: int) -> None:
+    def second(self, full: bool) -> None:
         """Two processes in one folder: one of them must be refused, whichever comes second."""
         code, sentence = self.ended(self.start("run"))
         self.did["two at once"] += 1
         if code == 0:  # the first had ended, or had not begun
             return
-        self.expect(code == 2 and ("in use" in sentence or "--repair" in sentence), f"a second process: exit code {code} with {sentence!r}")
+        good = "in use" in sentence or "--repair" in sentence or (full and self.tells_of_the_disk(sentence))
+        self.expect(code == 2 and good, f"a second process: exit code {code} with {sentence!r}")
+
+    @staticmethod
+    def tells_of_the_disk(sentence: str) -> bool:
+        return any(words in sentence for words in ("disk is full", "features need", "next shard needs"))
 
     def repair(self) -> None:
         code, sentence = self.to_the_end("verify")
