@@ -42,6 +42,8 @@ def test_values_and_gradients_are_those_of_the_reference(device: torch.device, p
         rows += [start + position for position in wanted]
         start += length
     rows_R = torch.tensor(rows, device=device)
+    row_of_T = torch.full((start,), len(rows), device=device)
+    row_of_T[rows_R] = torch.arange(len(rows), device=device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     generator = torch.Generator().manual_seed(random.Random(pack).randrange(1000) + num_own)
 
@@ -58,7 +60,7 @@ def test_values_and_gradients_are_those_of_the_reference(device: torch.device, p
     truth = unrolled_attention(exact[0], exact[1].split(lengths), exact[2].split(lengths), exact[3 : 3 + num_own], exact[3 + num_own :], rows_R, documents)
     truth_grads = torch.autograd.grad(truth, exact, grad.float())
     starts = torch.tensor([0, *(doc.end for doc in documents)], dtype=torch.int32, device=device)
-    found = flash.flash_unrolled_attention(q, k, v, own_keys, own_values, rows_R, starts, max(lengths))
+    found = flash.flash_unrolled_attention(q, k, v, own_keys, own_values, rows_R, row_of_T, starts, max(lengths))
     found_grads = torch.autograd.grad(found, inputs, grad)
     limit = 1e-5 if dtype == torch.float32 else 1e-2
     for one, other in zip((found, *found_grads), (truth, *truth_grads), strict=True):

@@ -89,7 +89,7 @@ def test_the_next_step_reads_the_normed_state_only_with_norm_output() -> None:
     stream = torch.randn(4, WIDTH)
     for norm_output in (True, False):
         draft = random_draft(small_shape(norm_output=norm_output))
-        normed, following = draft.outputs(stream, torch.zeros_like(stream))
+        normed, following = draft.outputs(stream)
         assert torch.equal(normed, draft.norm(stream))
         assert torch.equal(following, normed if norm_output else stream)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from eyas.draft.norm import RMSNorm
 from eyas.draft.product import GatedMLP, Linear
 from eyas.train.optim import Optimizers
 
@@ -28,20 +29,24 @@ def close(found: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype) -> bool:
 @pytest.mark.parametrize("num_rows", [1, 37])
 def test_a_gated_mlp_used_twice_has_the_values_and_gradients_of_plain_torch(device: torch.device, dtype: torch.dtype, num_rows: int) -> None:
     torch.manual_seed(0)
-    mlp = GatedMLP(24, 56).to(device)
+    mlp, norm = GatedMLP(24, 56).to(device), RMSNorm(24, 1e-5).to(device)
+    with torch.no_grad():
+        norm.weight.copy_(torch.rand(24) + 0.5)
     x = torch.randn(num_rows, 24, device=device, dtype=dtype, requires_grad=True)
-    found = mlp(mlp(x))
+    found = mlp(mlp(x, norm), norm)
     found.float().pow(2).sum().backward()
 
     weights = [layer.weight.detach().to(dtype).float().requires_grad_() for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
-    exact = x.detach().float().requires_grad_()
+    exact, scale = x.detach().float().requires_grad_(), norm.weight.detach().requires_grad_()
     truth = exact
     for _ in range(2):
-        truth = F.linear(F.silu(F.linear(truth, weights[0])) * F.linear(truth, weights[1]), weights[2])
+        normed = F.rms_norm(truth, (24,), scale, 1e-5)
+        truth = truth + F.linear(F.silu(F.linear(normed, weights[0])) * F.linear(normed, weights[1]), weights[2])
     truth.pow(2).sum().backward()
     assert found.dtype == dtype and close(found, truth, dtype) and close(x.grad, exact.grad, dtype)
     for layer, weight in zip((mlp.gate_proj, mlp.up_proj, mlp.down_proj), weights, strict=True):
         assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32 and close(layer.weight.grad, weight.grad, dtype)
+    assert close(norm.weight.grad, scale.grad, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

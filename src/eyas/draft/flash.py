@@ -56,58 +56,68 @@ def flash_unrolled_attention(
     own_keys: list[torch.Tensor],
     own_values: list[torch.Tensor],
     rows_R: torch.Tensor,
+    row_of_T: torch.Tensor,
     starts: torch.Tensor,
     longest: int,
 ) -> torch.Tensor:
-    """As `unrolled_attention`, over packed keys and values of step 0; returns [R, H, d]."""
-    out: torch.Tensor = _Merged.apply(q_RHd, k_TGd, v_TGd, rows_R, starts, longest, len(own_keys), *own_keys, *own_values)
+    """As `unrolled_attention`, over packed keys and values of step 0; row_of_T: the row at each position, R where none is. Returns [R, H, d]."""
+    out: torch.Tensor = _Merged.apply(q_RHd, k_TGd, v_TGd, rows_R, row_of_T, starts, longest, len(own_keys), *own_keys, *own_values)
     return out
 
 
 class _Merged(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_RHd: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor, rows_R: torch.Tensor, starts: torch.Tensor, longest: int, num_own: int,
-        *own: torch.Tensor,
+        ctx: Any, q_RHd: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor, rows_R: torch.Tensor, row_of_T: torch.Tensor, starts: torch.Tensor,
+        longest: int, num_own: int, *own: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        q_THd = _scattered(q_RHd, rows_R, len(k_TGd))
+        (q_THd,) = spread(row_of_T, q_RHd)
         out_THd, lse_HT, seed, unused = flash_forward(q_THd, k_TGd, v_TGd, starts, longest)
-        out_RHd, lse_RH = out_THd[rows_R], lse_HT[:, rows_R].T
         weights_RHJ = torch.empty(0)
         if num_own:
-            out_RHd, lse_RH, weights_RHJ = merge(q_RHd, out_RHd, lse_RH, own[:num_own], own[num_own:])
+            out_RHd, lse_RH, weights_RHJ = merge(q_RHd, out_THd, lse_HT.T, rows_R, own[:num_own], own[num_own:])
             lse_HT = lse_HT.index_copy(1, rows_R, lse_RH.T)
-        ctx.save_for_backward(q_RHd, k_TGd, v_TGd, rows_R, starts, out_RHd, lse_HT, seed, unused, weights_RHJ, *own)
+        else:
+            out_RHd = out_THd.index_select(0, rows_R)
+        ctx.save_for_backward(q_RHd, k_TGd, v_TGd, rows_R, row_of_T, starts, out_RHd, lse_HT, seed, unused, weights_RHJ, *own)
         ctx.longest, ctx.num_own = longest, num_own
         return out_RHd
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (grad_RHd,) = grads
-        q_RHd, k_TGd, v_TGd, rows_R, starts, out_RHd, lse_HT, seed, unused, weights_RHJ, *own = ctx.saved_tensors
+        q_RHd, k_TGd, v_TGd, rows_R, row_of_T, starts, out_RHd, lse_HT, seed, unused, weights_RHJ, *own = ctx.saved_tensors
         grad_RHd = grad_RHd.contiguous()
-        total = len(k_TGd)
-        q_THd, out_THd, grad_THd = (_scattered(tensor, rows_R, total) for tensor in (q_RHd, out_RHd, grad_RHd))
+        q_THd, out_THd, grad_THd = spread(row_of_T, q_RHd, out_RHd, grad_RHd)
         grad_q_THd, grad_k, grad_v = flash_backward(grad_THd, q_THd, k_TGd, v_TGd, out_THd, lse_HT, starts, ctx.longest, seed, unused)
-        grad_q = grad_q_THd[rows_R]
         grads_own: list[torch.Tensor] = []
         if ctx.num_own:
-            more_q, keys, values = merge_backward(grad_RHd, q_RHd, out_RHd, weights_RHJ, own[: ctx.num_own], own[ctx.num_own :])
-            grad_q = grad_q + more_q
+            own_keys, own_values = own[: ctx.num_own], own[ctx.num_own :]
+            grad_q, keys, values = merge_backward(grad_RHd, q_RHd, out_RHd, grad_q_THd, rows_R, weights_RHJ, own_keys, own_values)
             grads_own = [*keys, *values]
-        return grad_q, grad_k, grad_v, None, None, None, None, *grads_own
+        else:
+            grad_q = grad_q_THd.index_select(0, rows_R)
+        return grad_q, grad_k, grad_v, *(None,) * 5, *grads_own
 
 
-def _scattered(x_RHd: torch.Tensor, rows_R: torch.Tensor, total: int) -> torch.Tensor:
-    """[T, H, d] with zeros where there is no row."""
-    return x_RHd.new_zeros(total, *x_RHd.shape[1:]).index_copy_(0, rows_R, x_RHd)
+@fused
+def spread(row_of_T: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """[R, H, d] each -> [T, H, d], zeros where there is no row."""
+    there_T11 = (row_of_T < len(tensors[0]))[:, None, None]
+    return [torch.where(there_T11, x_RHd[row_of_T.clamp(max=len(x_RHd) - 1)], 0.0) for x_RHd in tensors]
 
 
 @fused
 def merge(
-    q_RHd: torch.Tensor, out_RHd: torch.Tensor, lse_RH: torch.Tensor, own_keys: Sequence[torch.Tensor], own_values: Sequence[torch.Tensor]
+    q_RHd: torch.Tensor,
+    out_THd: torch.Tensor,
+    lse_TH: torch.Tensor,
+    rows_R: torch.Tensor,
+    own_keys: Sequence[torch.Tensor],
+    own_values: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> output over step 0's and own keys [R, H, d], its log-sum-exp float32 [R, H], the own keys' weights float32 [R, H, J]."""
+    out_RHd, lse_RH = out_THd[rows_R], lse_TH[rows_R]
     groups = own_keys[0].shape[1]
     q_RGhd = q_RHd.unflatten(1, (groups, -1)).float() * q_RHd.shape[-1] ** -0.5
     scores_RHJ = torch.stack([(q_RGhd * key.float().unsqueeze(2)).sum(-1).flatten(1) for key in own_keys], dim=-1)
@@ -124,15 +134,17 @@ def merge_backward(
     grad_RHd: torch.Tensor,
     q_RHd: torch.Tensor,
     out_RHd: torch.Tensor,
+    grad_q_THd: torch.Tensor,
+    rows_R: torch.Tensor,
     weights_RHJ: torch.Tensor,
     own_keys: Sequence[torch.Tensor],
     own_values: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-    """-> what the own keys add to the gradient of q [R, H, d], and the gradients of own keys and values [R, G, d]."""
+    """-> the gradient of q [R, H, d], of which grad_q_THd is step 0's part, and the gradients of own keys and values [R, G, d]."""
     groups, scale = own_keys[0].shape[1], q_RHd.shape[-1] ** -0.5
     grad_RGhd, q_RGhd = grad_RHd.float().unflatten(1, (groups, -1)), q_RHd.float().unflatten(1, (groups, -1))
     delta_RGh = (grad_RHd.float() * out_RHd.float()).sum(-1).unflatten(1, (groups, -1))
-    grad_q_RGhd = torch.zeros_like(q_RGhd)
+    grad_q_RGhd = grad_q_THd[rows_R].float().unflatten(1, (groups, -1))
     keys, values = [], []
     for j, (key, value) in enumerate(zip(own_keys, own_values, strict=True)):
         weight_RGh = weights_RHJ[..., j].unflatten(1, (groups, -1))

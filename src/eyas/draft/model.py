@@ -8,50 +8,18 @@ Legend: R rows, T positions, A aux layers (3), D hidden width, H query heads, G 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from eyas.draft.attention import cached_attention
 from eyas.draft.fused import fused
-from eyas.draft.product import GatedMLP, Linear
+from eyas.draft.norm import RMSNorm, plain_rms_norm
+from eyas.draft.product import GatedMLP, Linear, normed_products
 from eyas.draft.rope import Rope, rotate, turned
 from eyas.draft.shape import DraftShape
-
-
-class RMSNorm(nn.Module):
-    """Normalises in float32, returns the input's dtype."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
-
-
-@fused
-def both_normed(
-    embedding_RD: torch.Tensor, hidden_RD: torch.Tensor, embedding_weight: torch.Tensor, hidden_weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> both normalised side by side [R, 2D], and the hidden state normalised [R, D]."""
-    normed_RD = _rms_norm(hidden_RD, hidden_weight, eps)
-    return torch.cat((_rms_norm(embedding_RD, embedding_weight, eps), normed_RD), dim=-1), normed_RD
-
-
-@fused
-def added_normed(stream_RD: torch.Tensor, update_RD: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> the sum, and the sum normalised."""
-    stream_RD = stream_RD + update_RD
-    return stream_RD, _rms_norm(stream_RD, weight, eps)
-
-
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
-
-
-rms_norm = fused(_rms_norm)
+from eyas.draft.shared import Selection, Shared, select
 
 
 class Attention(nn.Module):
@@ -66,12 +34,13 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (RMSNorm(shape.head_dim, shape.rms_norm_eps) for _ in range(2))
         self.qk_norm = shape.qk_norm
 
-    def queries(self, x_RE: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return self._heads(self.q_proj(x_RE), self.q_norm if self.qk_norm else None, cos_sin)
+    def queries(self, q_RC: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """What q_proj made -> [R, H, d]."""
+        return self._heads(q_RC, self.q_norm if self.qk_norm else None, cos_sin)
 
-    def keys_values(self, x_RE: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        keys_RGd = self._heads(self.k_proj(x_RE), self.k_norm if self.qk_norm else None, cos_sin)
-        return keys_RGd, self.v_proj(x_RE).unflatten(-1, (-1, self.head_dim))
+    def keys_values(self, k_RC: torch.Tensor, v_RC: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """What k_proj and v_proj made -> [R, G, d] each."""
+        return self._heads(k_RC, self.k_norm if self.qk_norm else None, cos_sin), v_RC.unflatten(-1, (-1, self.head_dim))
 
     def _heads(self, x_RC: torch.Tensor, norm: RMSNorm | None, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         x_RHd = x_RC.unflatten(-1, (-1, self.head_dim))
@@ -80,7 +49,7 @@ class Attention(nn.Module):
 
 @fused
 def normed_rotated(x_RHd: torch.Tensor, weight: torch.Tensor, eps: float, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return turned(_rms_norm(x_RHd, weight, eps), cos_sin)
+    return turned(plain_rms_norm(x_RHd, weight, eps), cos_sin)
 
 
 class DecoderLayer(nn.Module):
@@ -93,25 +62,61 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(shape, width_in)
         self.mlp = GatedMLP(shape.hidden_size, shape.intermediate_size)
 
-    def finish(self, attended_RHd: torch.Tensor, residual_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> two parts whose sum is the residual stream after the layer [R, D]."""
-        norm = self.post_attention_layernorm
-        stream_RD, normed_RD = added_normed(residual_RD, self.self_attn.o_proj(attended_RHd.flatten(1)), norm.weight, norm.eps)
-        return stream_RD, self.mlp(normed_RD)
+    def finish(self, attended_RHd: torch.Tensor, residual_RD: torch.Tensor) -> torch.Tensor:
+        """-> the residual stream after the layer [R, D]."""
+        return self.mlp(self.self_attn.o_proj(attended_RHd.flatten(1), residual_RD), self.post_attention_layernorm)
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a layer takes of its input: the products of q, k and v [R, C], and the residual stream [R, D]. k and v may be of more rows than the rest."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    residual: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """What q, k and v make of embeddings; `q` may hold fewer rows than the others."""
+
+    q: Shared
+    k: Shared
+    v: Shared
 
 
 class FirstLayer(DecoderLayer):
-    """Reads the embedding of a token beside the hidden state."""
+    """Reads the embedding of a token beside the hidden state: q, k and v have a half for each."""
 
     def __init__(self, shape: DraftShape) -> None:
         super().__init__(shape, 2 * shape.hidden_size)
         self.norm_before_residual = shape.norm_before_residual
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
-    def read(self, embedding_RD: torch.Tensor, hidden_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> what q, k and v read [R, 2D], and the residual [R, D]."""
-        x_RE, normed_RD = both_normed(embedding_RD, hidden_RD, self.input_layernorm.weight, self.hidden_norm.weight, self.hidden_norm.eps)
-        return x_RE, normed_RD if self.norm_before_residual else hidden_RD
+    def embed(self, embedding_TD: torch.Tensor, queries: Selection | None = None) -> Embedded:
+        """The embedding's half. queries: positions that q is wanted of, all if None."""
+        attention = self.self_attn
+        normed_TD, k_TC, v_TC = normed_products(self.input_layernorm, embedding_TD, (attention.k_proj, attention.v_proj))
+        q_NC = attention.q_proj(normed_TD if queries is None else select(normed_TD, queries))
+        return Embedded(Shared(q_NC), Shared(k_TC), Shared(v_TC))
+
+    def read(self, hidden_RD: torch.Tensor, embedded: Embedded, queries: Selection | None, keys: Selection | None) -> Read:
+        """queries, keys: the rows of `embedded.q`, and of `embedded.k` and `embedded.v`, that go with the hidden states."""
+        attention = self.self_attn
+        layers = (attention.q_proj, attention.k_proj, attention.v_proj)
+        normed_RD, q_RC, k_RC, v_RC = normed_products(self.hidden_norm, hidden_RD, layers, first=hidden_RD.shape[1])
+        residual_RD = normed_RD if self.norm_before_residual else hidden_RD
+        return Read(embedded.q.plus(q_RC, queries), embedded.k.plus(k_RC, keys), embedded.v.plus(v_RC, keys), residual_RD)
+
+    def read_all(self, hidden_TD: torch.Tensor, embedded: Embedded, rows: Selection | None, queries: Selection | None) -> Read:
+        """Keys and values of all positions; queries and residual of `rows`, of all if None. queries: as in `read`."""
+        attention = self.self_attn
+        normed_TD, k_TC, v_TC = normed_products(self.hidden_norm, hidden_TD, (attention.k_proj, attention.v_proj), first=hidden_TD.shape[1])
+        normed_RD = normed_TD if rows is None else select(normed_TD, rows)
+        q_RC = embedded.q.plus(attention.q_proj(normed_RD, first=hidden_TD.shape[1]), queries)
+        hidden_RD = hidden_TD if rows is None or self.norm_before_residual else select(hidden_TD, rows)
+        return Read(q_RC, embedded.k.plus(k_TC, None), embedded.v.plus(v_TC, None), normed_RD if self.norm_before_residual else hidden_RD)
 
 
 class LaterLayer(DecoderLayer):
@@ -120,10 +125,17 @@ class LaterLayer(DecoderLayer):
     def __init__(self, shape: DraftShape) -> None:
         super().__init__(shape, shape.hidden_size)
 
-    def read(self, stream_RD: torch.Tensor, update_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The two parts of the stream -> what q, k and v read [R, D], and the residual [R, D]."""
-        stream_RD, normed_RD = added_normed(stream_RD, update_RD, self.input_layernorm.weight, self.input_layernorm.eps)
-        return normed_RD, stream_RD
+    def read(self, stream_RD: torch.Tensor) -> Read:
+        attention = self.self_attn
+        _, q_RC, k_RC, v_RC = normed_products(self.input_layernorm, stream_RD, (attention.q_proj, attention.k_proj, attention.v_proj))
+        return Read(q_RC, k_RC, v_RC, stream_RD)
+
+    def read_all(self, stream_TD: torch.Tensor, rows: Selection | None) -> Read:
+        """Keys and values of all positions; queries and residual of `rows`, of all if None."""
+        attention = self.self_attn
+        normed_TD, k_TC, v_TC = normed_products(self.input_layernorm, stream_TD, (attention.k_proj, attention.v_proj))
+        normed_RD, stream_RD = (normed_TD, stream_TD) if rows is None else (select(tensor, rows) for tensor in (normed_TD, stream_TD))
+        return Read(attention.q_proj(normed_RD), k_TC, v_TC, stream_RD)
 
 
 class Draft(nn.Module):
@@ -149,9 +161,9 @@ class Draft(nn.Module):
             x_TC = torch.cat([norm(part) for norm, part in zip(self.fc_norm, x_TC.chunk(3, dim=-1), strict=True)], dim=-1)
         return self.fc(x_TC)
 
-    def outputs(self, stream_RD: torch.Tensor, update_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The two parts of the stream after the layer -> what the head reads [R, D], and the hidden state that the next step reads [R, D]."""
-        stream_RD, normed_RD = added_normed(stream_RD, update_RD, self.norm.weight, self.norm.eps)
+    def outputs(self, stream_RD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stream after the last layer -> what the head reads [R, D], and the hidden state that the next step reads [R, D]."""
+        normed_RD = self.norm(stream_RD)
         return normed_RD, normed_RD if self.shape.norm_output else stream_RD
 
     @property
@@ -165,16 +177,14 @@ class Draft(nn.Module):
         """
         cos_sin = self.rope(positions_R)
 
-        def attended(number: int, layer: DecoderLayer, x_RE: torch.Tensor) -> torch.Tensor:
-            keys, values = cache.extend(number, *layer.self_attn.keys_values(x_RE, cos_sin))
-            return cached_attention(layer.self_attn.queries(x_RE, cos_sin), keys, values)
+        def after(number: int, layer: DecoderLayer, read: Read) -> torch.Tensor:
+            keys, values = cache.extend(number, *layer.self_attn.keys_values(read.k, read.v, cos_sin))
+            return layer.finish(cached_attention(layer.self_attn.queries(read.q, cos_sin), keys, values), read.residual)
 
-        x_RE, residual_RD = self.midlayer.read(embedding_RD, hidden_RD)
-        stream_RD, update_RD = self.midlayer.finish(attended(0, self.midlayer, x_RE), residual_RD)
+        stream_RD = after(0, self.midlayer, self.midlayer.read(hidden_RD, self.midlayer.embed(embedding_RD), None, None))
         for number, layer in enumerate(self.later_layers, start=1):
-            x_RD, residual_RD = layer.read(stream_RD, update_RD)
-            stream_RD, update_RD = layer.finish(attended(number, layer, x_RD), residual_RD)
-        normed_RD, next_RD = self.outputs(stream_RD, update_RD)
+            stream_RD = after(number, layer, layer.read(stream_RD))
+        normed_RD, next_RD = self.outputs(stream_RD)
         return self.lm_head(normed_RD), next_RD
 
 

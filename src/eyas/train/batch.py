@@ -43,6 +43,9 @@ class Batch:
     the end; longest: tokens of the longest document.
 
     next_T and label_T hold 0 where their document has no such token; no row that counts reads them there.
+
+    row_of_T int64: the row that stands at each position, the number of rows where none does. asking_N int64 ascending: positions that some step's query stands
+    at; its end is filled up like that of Chunk.needed_N. rank_T int64: where each of them lies in asking_N, len(asking_N) for other positions.
     """
 
     aux: torch.Tensor
@@ -52,6 +55,9 @@ class Batch:
     positions_T: torch.Tensor
     rows_R: torch.Tensor
     num_steps_R: torch.Tensor
+    row_of_T: torch.Tensor
+    asking_N: torch.Tensor
+    rank_T: torch.Tensor
     starts: torch.Tensor
     documents: list[Document]
     chunks: list[Chunk]
@@ -65,6 +71,11 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return len(self.next_T)
+
+    def at(self, k: int) -> torch.Tensor:
+        """Positions int64 [R] whose next token rows read at step k. Near its document's end a row may point behind it; it does not count there, and the clamp
+        only keeps the index legal."""
+        return (self.rows_R + k).clamp(max=self.num_tokens - 1)
 
     def to(self, device: torch.device) -> Batch:
         """On the device, and decoded there."""
@@ -136,7 +147,13 @@ def make_batch(rows: Sequence[FeatureRow], num_steps: int, dtype: torch.dtype, m
         documents.append(Document(start, start + more, row_start, row_start + more_rows))
     aux, last, scale = (_packed([getattr(row, name) for row in rows], more, pin) for name in ("aux", "last", "scale"))
     assert aux is not None and last is not None
-    rows_R = torch.cat(indices)
+    rows_R, num_tokens = torch.cat(indices), documents[-1].end
+    row_of_T = torch.full((num_tokens,), len(rows_R))
+    row_of_T[rows_R] = torch.arange(len(rows_R))
+    asked_T = torch.zeros(num_tokens, dtype=torch.bool)
+    for k in range(num_steps):
+        asked_T[(rows_R + k).clamp(max=num_tokens - 1)] = True
+    asking_N = _filled(asked_T.nonzero(as_tuple=True)[0])
     return Batch(
         aux=aux if scale is not None else aux.to(dtype),
         last=last if scale is not None else last.to(dtype),
@@ -147,9 +164,12 @@ def make_batch(rows: Sequence[FeatureRow], num_steps: int, dtype: torch.dtype, m
         positions_T=torch.cat(positions_T),
         rows_R=rows_R,
         num_steps_R=torch.cat(steps),
+        row_of_T=row_of_T,
+        asking_N=asking_N,
+        rank_T=torch.where(asked_T, asked_T.cumsum(0) - 1, len(asking_N)),
         starts=torch.tensor([0, *(doc.end for doc in documents)], dtype=torch.int32),
         documents=documents,
-        chunks=_chunks(rows_R, documents[-1].end, num_steps, chunk),
+        chunks=_chunks(rows_R, num_tokens, num_steps, chunk),
     )
 
 
@@ -172,6 +192,10 @@ def _chunks(rows_R: torch.Tensor, num_tokens: int, num_steps: int, size: int) ->
         # Step k of row i is taught by `last` of position i + k + 1. Behind the end no row counts, and the clamp only keeps the index legal.
         taught_KC = (part_C + 1 + torch.arange(num_steps)[:, None]).clamp(max=num_tokens - 1)
         needed_N, where_KC = torch.unique(taught_KC, return_inverse=True)
-        padded_N = torch.nn.functional.pad(needed_N, (0, -len(needed_N) % 128), value=int(needed_N[-1]))
-        chunks.append(Chunk(start, start + len(part_C), padded_N, where_KC))
+        chunks.append(Chunk(start, start + len(part_C), _filled(needed_N), where_KC))
     return chunks
+
+
+def _filled(index_N: torch.Tensor) -> torch.Tensor:
+    """Up to a multiple of 128, with copies of the last entry."""
+    return torch.cat((index_N, index_N[-1:].expand(-len(index_N) % 128)))

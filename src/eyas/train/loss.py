@@ -10,7 +10,7 @@ Rule for the target's mass outside the draft vocabulary: p is renormalised over 
 
 Chunks of rows: logits, loss and the gradients of rows and head in one pass, so that backward only scales what is there.
 
-Legend: T positions, R rows, D hidden width, Vd draft vocabulary, C rows of a chunk, k step.
+Legend: T positions, R rows, D hidden width, V and Vd the draft vocabulary, C rows of a chunk, N their teachers, k step of K, B = KC.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 
 from eyas.draft.fused import fused
-from eyas.draft.product import add_product
+from eyas.draft.product import add_product, product_in
 from eyas.target.embeddings import TargetHead
 from eyas.train.batch import Batch, Chunk
 from eyas.train.unroll import StepOutput
@@ -90,60 +90,79 @@ class _ChunkedLoss(torch.autograd.Function):
         objective: Objective, sums: torch.Tensor, *rows: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         head = head_weight.to(rows[0].dtype)
-        grad_head = torch.zeros_like(head_weight) if ctx.needs_input_grad[0] else None
-        grad_rows = [torch.empty_like(row) for row in rows]
-        weights = [objective.step_weight**k / objective.denominator for k in range(len(rows))]
+        grad_head = None
+        grad_KRD = rows[0].new_empty(len(rows), *rows[0].shape)
+        weight_K = torch.tensor([objective.step_weight**k / objective.denominator for k in range(len(rows))], device=head.device)
         loss = torch.zeros((), dtype=torch.float32, device=head.device)
         for chunk in chunks:
             part = slice(chunk.start, chunk.end)
+            # All steps of a few rows rather than one step of many: larger products, and the teachers are shared.
+            rows_BD = torch.cat([row[part] for row in rows])
+            counts_KC = counts_KR[:, part]
+            weight_KC = weight_K[:, None] * counts_KC
+            logits_BV = rows_BD @ head.T
             teacher_NV = teacher.logits(last_TD[chunk.needed_N])
-            for k, row in enumerate(rows):
-                counts_C = counts_KR[k, part]
-                loss_C, agreed_C, grad_logits = compare(
-                    row[part] @ head.T, teacher_NV, chunk.where_KC[k], counts_C, weights[k] * counts_C, teacher.head.softcap, objective.kind == "lk"
-                )
-                loss += weights[k] * loss_C.sum()
-                sums[:, k] += torch.stack([column.sum(dtype=torch.float64) for column in (counts_C, loss_C, agreed_C)])
-                torch.mm(grad_logits, head, out=grad_rows[k][part])
-                if grad_head is not None:
-                    add_product(grad_head, grad_logits.T, row[part])
-        ctx.gradients = grad_head, grad_rows
+            loss_B, agreed_B = compare(
+                logits_BV, teacher_NV, *teacher_sums(teacher_NV, teacher.head.softcap), chunk.where_KC.flatten(), counts_KC.flatten(), weight_KC.flatten(),
+                teacher.head.softcap, objective.kind == "lk",
+            )  # fmt: skip
+            loss_KC = loss_B.view(counts_KC.shape)
+            loss += (weight_KC * loss_KC).sum()
+            sums += torch.stack([column.sum(1, dtype=torch.float64) for column in (counts_KC, loss_KC, agreed_B.view(counts_KC.shape))])
+            grad_KRD[:, part] = (logits_BV @ head).unflatten(0, counts_KC.shape)
+            if not ctx.needs_input_grad[0]:
+                continue
+            if grad_head is None:
+                grad_head = product_in(head_weight.dtype, logits_BV.T, rows_BD)
+            else:
+                add_product(grad_head, logits_BV.T, rows_BD)
+        ctx.gradients = grad_head, grad_KRD
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (scale,) = grads
-        grad_head, grad_rows = ctx.gradients
+        grad_head, grad_KRD = ctx.gradients
         del ctx.gradients  # held by no one else, the head's becomes `head_weight.grad` itself, not a copy of half a gigabyte
-        for grad in (*grad_rows, *([] if grad_head is None else [grad_head])):
+        for grad in (grad_KRD, *([] if grad_head is None else [grad_head])):
             grad.mul_(scale.to(grad.dtype))
-        return grad_head, None, None, None, None, None, None, *grad_rows
+        return grad_head, None, None, None, None, None, None, *grad_KRD.unbind()
+
+
+@fused
+def teacher_sums(teacher_NV: torch.Tensor, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> log-sum-exp float32 [N] of the capped logits, and the likeliest token [N]."""
+    logits_NV = capped(teacher_NV, softcap)
+    return logits_NV.logsumexp(-1), logits_NV.argmax(-1)
+
+
+def capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    return logits.float() if softcap is None else softcap * torch.tanh(logits.float() / softcap)
 
 
 @fused
 def compare(
-    logits_CV: torch.Tensor, teacher_NV: torch.Tensor, where_C: torch.Tensor, counts_C: torch.Tensor, weight_C: torch.Tensor, softcap: float | None,
-    lk: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """-> the loss of each row that counts, whether it agrees with its teacher on the likeliest token, and the weighted gradient of the logits."""
-    teacher_CV = teacher_NV[where_C].float()
-    if softcap is not None:
-        teacher_CV = softcap * torch.tanh(teacher_CV / softcap)
-    log_q_CV = logits_CV.float().log_softmax(-1)
-    q_CV = log_q_CV.exp()
-    agreed_C = (log_q_CV.argmax(-1) == teacher_CV.argmax(-1)) & counts_C
+    logits_BV: torch.Tensor, teacher_NV: torch.Tensor, teacher_sum_N: torch.Tensor, likeliest_N: torch.Tensor, where_B: torch.Tensor,
+    counts_B: torch.Tensor, weight_B: torch.Tensor, softcap: float | None, lk: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """-> the loss of each row that counts, and whether it agrees with its teacher on the likeliest token. The logits become their weighted gradient."""
+    wide_BV = logits_BV.float()
+    sum_B = wide_BV.logsumexp(-1)
+    agreed_B = (wide_BV.argmax(-1) == likeliest_N[where_B]) & counts_B
+    log_p_BV = capped(teacher_NV[where_B], softcap) - teacher_sum_N[where_B].unsqueeze(-1)
+    p_BV = log_p_BV.exp()
+    log_q_BV = wide_BV - sum_B.unsqueeze(-1)
+    q_BV = log_q_BV.exp()
     if lk:
-        log_p_CV = teacher_CV.log_softmax(-1)
-        p_CV = log_p_CV.exp()
-        accepted_C = torch.minimum(p_CV, q_CV).sum(-1)
-        share_C = (-LK_DECAY * accepted_C).exp()
-        loss_C = share_C * (p_CV * (log_p_CV - log_q_CV)).sum(-1) + (1 - share_C) * (1 - accepted_C)
+        accepted_B = torch.minimum(p_BV, q_BV).sum(-1)
+        share_B = (-LK_DECAY * accepted_B).exp()
+        loss_B = share_B * (p_BV * (log_p_BV - log_q_BV)).sum(-1) + (1 - share_B) * (1 - accepted_B)
         # Of -sum min(p, q): only where q < p does q count, and softmax carries that to every logit.
-        short_CV = q_CV < p_CV
-        short_C = (q_CV * short_CV).sum(-1)
-        grad_CV = share_C[:, None] * (q_CV - p_CV) + (1 - share_C)[:, None] * q_CV * (short_C[:, None] - short_CV.float())
+        short_BV = q_BV < p_BV
+        short_B = (q_BV * short_BV).sum(-1)
+        grad_BV = share_B[:, None] * (q_BV - p_BV) + (1 - share_B)[:, None] * q_BV * (short_B[:, None] - short_BV.float())
     else:
-        p_CV = teacher_CV.softmax(-1)
-        loss_C = -(p_CV * log_q_CV).sum(-1)
-        grad_CV = q_CV - p_CV
-    return loss_C * counts_C, agreed_C, (grad_CV * weight_C[:, None]).to(logits_CV.dtype)
+        loss_B = sum_B - (p_BV * wide_BV).sum(-1)  # -sum p log q; without q in it, one pass over the logits makes all sums
+        grad_BV = q_BV - p_BV
+    logits_BV.copy_(grad_BV * weight_B[:, None])
+    return loss_B * counts_B, agreed_B

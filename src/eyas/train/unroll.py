@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from eyas.draft.attention import Document, unrolled_attention
 from eyas.draft.flash import flash_fits, flash_unrolled_attention
-from eyas.draft.model import DecoderLayer, Draft
+from eyas.draft.model import DecoderLayer, Draft, Read
+from eyas.draft.shared import Selection
 from eyas.train.batch import Batch
 
 
@@ -43,51 +44,66 @@ def unroll(draft: Draft, embedding: torch.Tensor, batch: Batch, num_steps: int, 
     recompute: backward computes each step again from its hidden state, instead of keeping all that it needs from the way forward.
     """
     first_layer, later_layers = draft.midlayer, draft.later_layers
+    # Of more than one layer, step 0 of the first asks for all positions, and so may all steps.
+    whose_queries = Chosen(batch, everywhere=bool(later_layers))
+    whose_keys = Chosen(batch, everywhere=True)
+    embedded = first_layer.embed(F.embedding(batch.next_T, embedding), whose_queries.positions)
     hidden_TD = draft.fuse(batch.aux)
     cos_sin = draft.rope(batch.positions_T)
-    x_TE, residual_TD = first_layer.read(F.embedding(batch.next_T, embedding), hidden_TD)
-    attentions = [_attention_over(*first_layer.self_attn.keys_values(x_TE, cos_sin), batch)]
+    rows = Selection(batch.rows_R, batch.row_of_T)
     layer: DecoderLayer = first_layer
-    for following in later_layers:
-        attended_THd = attentions[-1](layer.self_attn.queries(x_TE, cos_sin), own_keys=[], own_values=[], everywhere=True)
-        x_TE, residual_TD = following.read(*layer.finish(attended_THd, residual_TD))
-        attentions.append(_attention_over(*following.self_attn.keys_values(x_TE, cos_sin), batch))
-        layer = following
-    # index_select, whose gradient adds rows; that of x[rows] sorts them first.
-    of_step_0 = [tensor.index_select(0, batch.rows_R) for tensor in (x_TE, residual_TD)]
+    read = first_layer.read_all(hidden_TD, embedded, None if later_layers else rows, None if later_layers else whose_queries.at(0))
+    attentions = [_attention_over(*layer.self_attn.keys_values(read.k, read.v, cos_sin), batch)]
+    for number, following in enumerate(later_layers, start=1):
+        stream_TD = layer.finish(attentions[-1](layer.self_attn.queries(read.q, cos_sin), own_keys=[], own_values=[], everywhere=True), read.residual)
+        read, layer = following.read_all(stream_TD, rows if number == len(later_layers) else None), following
+        attentions.append(_attention_over(*layer.self_attn.keys_values(read.k, read.v, cos_sin), batch))
     positions_R = batch.positions_T[batch.rows_R]
 
-    def step(k: int, at_R: torch.Tensor, hidden_RD: torch.Tensor, own: Own) -> tuple[torch.Tensor, torch.Tensor, Own]:
+    def step(k: int, hidden_RD: torch.Tensor, own: Own) -> tuple[torch.Tensor, torch.Tensor, Own]:
         """-> what the head reads, the next hidden state, own keys and values with this step's."""
         cos_sin = draft.rope(positions_R + k)
         if k == 0:  # all but the last layer is behind us
-            x_RE, residual_RD = of_step_0
-            attended_RHd = attentions[-1](layer.self_attn.queries(x_RE, cos_sin), own_keys=[], own_values=[])
-            return *draft.outputs(*layer.finish(attended_RHd, residual_RD)), own
+            attended_RHd = attentions[-1](layer.self_attn.queries(read.q, cos_sin), own_keys=[], own_values=[])
+            return *draft.outputs(layer.finish(attended_RHd, read.residual)), own
 
-        def attended(number: int, layer: DecoderLayer, x_RE: torch.Tensor) -> torch.Tensor:
-            key, value = layer.self_attn.keys_values(x_RE, cos_sin)
+        def after(number: int, layer: DecoderLayer, read: Read) -> torch.Tensor:
+            key, value = layer.self_attn.keys_values(read.k, read.v, cos_sin)
             keys, values = [*own[number][0], key], [*own[number][1], value]
             grown.append((keys, values))
-            return attentions[number](layer.self_attn.queries(x_RE, cos_sin), own_keys=keys, own_values=values)
+            return layer.finish(attentions[number](layer.self_attn.queries(read.q, cos_sin), own_keys=keys, own_values=values), read.residual)
 
         grown: Own = []
-        x_RE, residual_RD = first_layer.read(F.embedding(batch.next_T[at_R], embedding), hidden_RD)
-        stream_RD, update_RD = first_layer.finish(attended(0, first_layer, x_RE), residual_RD)
+        stream_RD = after(0, first_layer, first_layer.read(hidden_RD, embedded, whose_queries.at(k), whose_keys.at(k)))
         for number, later in enumerate(later_layers, start=1):
-            x_RD, residual_RD = later.read(stream_RD, update_RD)
-            stream_RD, update_RD = later.finish(attended(number, later, x_RD), residual_RD)
-        return *draft.outputs(stream_RD, update_RD), grown
+            stream_RD = after(number, later, later.read(stream_RD))
+        return *draft.outputs(stream_RD), grown
 
     make = partial(checkpoint, step, use_reentrant=False, preserve_rng_state=False) if recompute else step
     own: Own = [([], []) for _ in attentions]
     hidden_RD, steps = hidden_TD, []
     for k in range(num_steps):
-        # A row near its document's end may point behind it; it does not count there, and the clamp only keeps the index legal.
-        at_R = (batch.rows_R + k).clamp(max=batch.num_tokens - 1)
-        normed_RD, hidden_RD, own = make(k, at_R, hidden_RD, own)
-        steps.append(StepOutput(normed_RD, at_R, batch.num_steps_R > k))
+        normed_RD, hidden_RD, own = make(k, hidden_RD, own)
+        steps.append(StepOutput(normed_RD, batch.at(k), batch.num_steps_R > k))
     return steps
+
+
+class Chosen:
+    """The positions whose embeddings the steps read, all or those that queries need, and which of them go with the rows at each step."""
+
+    def __init__(self, batch: Batch, everywhere: bool) -> None:
+        self.batch = batch
+        self.positions = None if everywhere else Selection(batch.asking_N, batch.rank_T)
+
+    def at(self, k: int) -> Selection:
+        batch, num_rows = self.batch, len(self.batch.rows_R)
+        at_R, unmoved = batch.at(k), max(0, batch.num_tokens - k)
+        back_T = F.pad(batch.row_of_T[:unmoved], (batch.num_tokens - unmoved, 0), value=num_rows)
+        if self.positions is None:
+            return Selection(at_R, back_T)
+        asking_N, rank_T = self.positions.where_R, batch.rank_T
+        there_N = torch.arange(len(asking_N), device=at_R.device) == rank_T[asking_N]  # not one of the copies that fill it up
+        return Selection(rank_T[at_R], torch.where(there_N, back_T[asking_N], num_rows))
 
 
 class _Attend(Protocol):
@@ -102,9 +118,10 @@ def _attention_over(keys_TGd: torch.Tensor, values_TGd: torch.Tensor, batch: Bat
     keys, values = ([], []) if flash else (keys_TGd.split(lengths), values_TGd.split(lengths))
 
     def attend(q: torch.Tensor, *, own_keys: list[torch.Tensor], own_values: list[torch.Tensor], everywhere: bool = False) -> torch.Tensor:
-        rows_R = torch.arange(batch.num_tokens, device=q.device) if everywhere else batch.rows_R
+        all_T = torch.arange(batch.num_tokens, device=q.device)
+        rows_R, row_of_T = (all_T, all_T) if everywhere else (batch.rows_R, batch.row_of_T)
         if flash:
-            return flash_unrolled_attention(q, keys_TGd, values_TGd, own_keys, own_values, rows_R, batch.starts, batch.longest)
+            return flash_unrolled_attention(q, keys_TGd, values_TGd, own_keys, own_values, rows_R, row_of_T, batch.starts, batch.longest)
         documents = [Document(doc.start, doc.end, doc.start, doc.end) for doc in batch.documents] if everywhere else batch.documents
         return unrolled_attention(q, keys, values, own_keys, own_values, rows_R, documents)
 
