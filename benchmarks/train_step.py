@@ -32,7 +32,7 @@ from eyas.features.shard import FeatureRow
 from eyas.target.embeddings import TargetHead
 from eyas.train.batch import Batch, make_batch
 from eyas.train.loop import SHAPE_MULTIPLE, loss_chunk
-from eyas.train.loss import Objective, Teacher, draft_loss
+from eyas.train.loss import Objective, Teacher, loss_backward
 from eyas.train.optim import make_optimizer
 from eyas.train.unroll import unroll
 
@@ -90,8 +90,7 @@ def time_ours(options: argparse.Namespace, packs: list[list[RowShape]]) -> dict[
         batch = batches[index]
         optimizer.zero_grad()
         steps = unroll(draft, table, batch, options.steps, options.recompute)
-        loss, _ = draft_loss(steps, draft.lm_head.weight, teacher, batch, Objective(section.step_weight, float(len(batch.rows_R)), options.loss))
-        loss.backward()
+        loss_backward(steps, draft.lm_head.weight, teacher, batch, Objective(section.step_weight, float(len(batch.rows_R)), options.loss))
         torch.nn.utils.clip_grad_norm_(draft.parameters(), section.grad_clip)
         optimizer.step(1.0)
 

@@ -25,7 +25,7 @@ from eyas.target.embeddings import read_head
 from eyas.target.spec import read_spec
 from eyas.target.transformers_engine import TransformersEngine
 from eyas.train.batch import make_batch
-from eyas.train.loss import Objective, Teacher, draft_loss
+from eyas.train.loss import Objective, Teacher, loss_backward
 from eyas.train.optim import make_optimizer
 from eyas.train.unroll import unroll
 
@@ -93,7 +93,7 @@ def teach(draft: Draft, engine: TransformersEngine, answers: list[list[int]], id
     optimizer = make_optimizer(draft, TrainSection(optimizer="adamw", lr=5e-3), torch.float32)
     for _ in range(num_steps):
         optimizer.zero_grad()
-        draft_loss(unroll(draft, head.embedding, batch, 4), draft.lm_head.weight, teacher, batch, Objective(0.8, float(len(batch.rows_R))))[0].backward()
+        loss_backward(unroll(draft, head.embedding, batch, 4), draft.lm_head.weight, teacher, batch, Objective(0.8, float(len(batch.rows_R))))
         optimizer.step(1.0)
     draft.eval()
 

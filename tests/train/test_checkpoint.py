@@ -263,7 +263,7 @@ def crash_at_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number
 STOPS = {
     "in the first step": (eyas.train.loop, "optimizer_step", 1, False),
     "in the fourth step, before any checkpoint": (eyas.train.loop, "optimizer_step", 4, False),
-    "in one of the batches of a step": (eyas.train.loop, "batch_loss", 14, False),
+    "in one of the batches of a step": (eyas.train.loop, "loss_backward", 14, False),
     "after the eighth step's weights moved, before its line in the log": (eyas.train.loop, "optimizer_step", 8, True),
     "at the step after a checkpoint": (eyas.train.loop, "optimizer_step", 6, False),
     "in the held-out measurement": (eyas.train.loop, "holdout_acceptance", 2, False),

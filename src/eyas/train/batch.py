@@ -26,14 +26,14 @@ from eyas.features.shard import FeatureRow
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows [start, end) whose logits exist at once. Their teachers at all steps stand at positions needed_N, step k's of row r at needed_N[where_KC[k, r]]:
+    """Rows [start, end) whose logits exist at once. Their teachers at all steps stand at positions needed_N, step k's of row r at needed_N[where_CK[r, k]]:
     the steps share most of them, so each is computed once. int64; needed_N is as long as a multiple of 128 with copies of its last entry, because a
     matrix library prepares anew for every shape that it has not met."""
 
     start: int
     end: int
     needed_N: torch.Tensor
-    where_KC: torch.Tensor
+    where_CK: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Batch:
 
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         changed: dict[str, Any] = {name: change(value) for name, value in self.__dict__.items() if isinstance(value, torch.Tensor)}
-        chunks = [Chunk(chunk.start, chunk.end, change(chunk.needed_N), change(chunk.where_KC)) for chunk in self.chunks]
+        chunks = [Chunk(chunk.start, chunk.end, change(chunk.needed_N), change(chunk.where_CK)) for chunk in self.chunks]
         return replace(self, **changed, chunks=chunks)
 
 
@@ -190,9 +190,9 @@ def _chunks(rows_R: torch.Tensor, num_tokens: int, num_steps: int, size: int) ->
     for start in range(0, len(rows_R), size):
         part_C = rows_R[start : start + size]
         # Step k of row i is taught by `last` of position i + k + 1. Behind the end no row counts, and the clamp only keeps the index legal.
-        taught_KC = (part_C + 1 + torch.arange(num_steps)[:, None]).clamp(max=num_tokens - 1)
-        needed_N, where_KC = torch.unique(taught_KC, return_inverse=True)
-        chunks.append(Chunk(start, start + len(part_C), _filled(needed_N), where_KC))
+        taught_CK = (part_C[:, None] + 1 + torch.arange(num_steps)).clamp(max=num_tokens - 1)
+        needed_N, where_CK = torch.unique(taught_CK, return_inverse=True)
+        chunks.append(Chunk(start, start + len(part_C), _filled(needed_N), where_CK))
     return chunks
 
 

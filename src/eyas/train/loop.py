@@ -30,7 +30,7 @@ from eyas.train import checkpoint
 from eyas.train.batch import Batch, make_batch
 from eyas.train.checkpoint import TrainState
 from eyas.train.feed import Step, feed
-from eyas.train.loss import LossSums, Objective, Teacher, draft_loss
+from eyas.train.loss import LossSums, Objective, Teacher, loss_backward
 from eyas.train.optim import Optimizers, make_optimizer, rate_share
 from eyas.train.sampler import epoch_steps, pack
 from eyas.train.unroll import unroll
@@ -119,8 +119,7 @@ def optimizer_step(draft: Draft, optimizer: Optimizers, materials: Materials, se
     optimizer.zero_grad()
     total: LossSums | None = None
     for batch in step.batches:
-        loss, sums = batch_loss(draft, materials, batch, section, step.denominator)
-        loss.backward()
+        sums = backward(draft, materials, batch, section, step.denominator)
         total = sums if total is None else total + sums
     assert total is not None
     grad_norm = torch.nn.utils.clip_grad_norm_(draft.parameters(), section.grad_clip)
@@ -128,9 +127,11 @@ def optimizer_step(draft: Draft, optimizer: Optimizers, materials: Materials, se
     return total.cpu(), float(grad_norm)
 
 
-def batch_loss(draft: Draft, materials: Materials, batch: Batch, section: TrainSection, denominator: float) -> tuple[torch.Tensor, LossSums]:
+def backward(draft: Draft, materials: Materials, batch: Batch, section: TrainSection, denominator: float) -> LossSums:
+    """Adds the batch's gradients to those of the draft."""
     steps = unroll(draft, materials.embedding, batch, section.unroll_steps, section.recompute)
-    return draft_loss(steps, draft.lm_head.weight, materials.teacher, batch, Objective(section.step_weight, denominator, section.loss))
+    objective = Objective(section.step_weight, denominator, section.loss)
+    return loss_backward(steps, draft.lm_head.weight, materials.teacher, batch, objective)[1]
 
 
 def measure_and_save(

@@ -8,22 +8,22 @@ p is the target's distribution, q the draft's, both over the draft vocabulary. T
 
 Rule for the target's mass outside the draft vocabulary: p is renormalised over the draft vocabulary, and every row counts alike.
 
-Chunks of rows: logits, loss and the gradients of rows and head in one pass, so that backward only scales what is there.
+Chunks of rows: logits, loss and the gradients of rows and head in one pass.
 
-Legend: T positions, R rows, D hidden width, V and Vd the draft vocabulary, C rows of a chunk, N their teachers, k step of K, B = KC.
+Legend: T positions, R rows, D hidden width, V and Vd the draft vocabulary, C rows of a chunk, N their teachers, k step of K, B = CK.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from eyas.draft.fused import fused
-from eyas.draft.product import add_product, product_in
+from eyas.draft.product import add_weight_gradient
 from eyas.target.embeddings import TargetHead
-from eyas.train.batch import Batch, Chunk
+from eyas.train.batch import Batch
 from eyas.train.unroll import StepOutput
 
 LK_DECAY = 3.0  # the paper's best
@@ -66,67 +66,38 @@ class Objective:
     kind: Literal["soft", "lk"] = "soft"
 
 
-def draft_loss(steps: list[StepOutput], head_weight: torch.Tensor, teacher: Teacher, batch: Batch, objective: Objective) -> tuple[torch.Tensor, LossSums]:
-    """The weighted sum over steps and counting rows, divided by the denominator. head_weight float32 [Vd, D].
+def loss_backward(steps: list[StepOutput], head_weight: torch.Tensor, teacher: Teacher, batch: Batch, objective: Objective) -> tuple[torch.Tensor, LossSums]:
+    """The weighted sum over steps and counting rows, divided by the denominator, and its backward pass. head_weight float32 [Vd, D].
 
-    Returns the loss, to be called backward on once, and its parts on the device.
+    Returns the loss and its parts, on the device. Rows that do not count are computed with weight zero: there are few, and constant shapes are worth more
+    than they cost.
     """
-    sums = torch.zeros(3, len(steps), dtype=torch.float64, device=head_weight.device)
-    counts_KR = torch.stack([step.counts_R for step in steps])
-    loss = _ChunkedLoss.apply(head_weight, teacher, batch.last, batch.chunks, counts_KR, objective, sums, *(step.hidden_RD for step in steps))
-    return loss, LossSums(*sums)
-
-
-class _ChunkedLoss(torch.autograd.Function):
-    """rows: per step [R, D]; chunks: which of them exist at once and where in `last` their teachers stand; counts_KR: whether they count. Fills `sums`
-    [3, K].
-
-    Rows that do not count are computed with weight zero: there are few, and constant shapes are worth more than they cost.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, head_weight: torch.Tensor, teacher: Teacher, last_TD: torch.Tensor, chunks: list[Chunk], counts_KR: torch.Tensor,
-        objective: Objective, sums: torch.Tensor, *rows: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        head = head_weight.to(rows[0].dtype)
-        grad_head = None
-        grad_KRD = rows[0].new_empty(len(rows), *rows[0].shape)
-        weight_K = torch.tensor([objective.step_weight**k / objective.denominator for k in range(len(rows))], device=head.device)
-        loss = torch.zeros((), dtype=torch.float32, device=head.device)
-        for chunk in chunks:
-            part = slice(chunk.start, chunk.end)
+    device, dtype, num_steps = head_weight.device, steps[0].hidden_RD.dtype, len(steps)
+    counts_RK = torch.stack([step.counts_R for step in steps], dim=1)
+    weight_RK = counts_RK * torch.tensor([objective.step_weight**k / objective.denominator for k in range(num_steps)], device=device)
+    sums = torch.zeros(3, num_steps, dtype=torch.float64, device=device)
+    loss = torch.zeros((), device=device)
+    grad_RKD = torch.empty(len(counts_RK), num_steps, head_weight.shape[1], dtype=dtype, device=device)
+    with torch.no_grad():
+        head = head_weight.to(dtype)
+        for chunk in batch.chunks:
             # All steps of a few rows rather than one step of many: larger products, and the teachers are shared.
-            rows_BD = torch.cat([row[part] for row in rows])
-            counts_KC = counts_KR[:, part]
-            weight_KC = weight_K[:, None] * counts_KC
+            part = slice(chunk.start, chunk.end)
+            counts_CK, weight_CK = counts_RK[part], weight_RK[part]
+            rows_BD = torch.stack([step.hidden_RD[part] for step in steps], dim=1).flatten(0, 1)
             logits_BV = rows_BD @ head.T
-            teacher_NV = teacher.logits(last_TD[chunk.needed_N])
+            teacher_NV = teacher.logits(batch.last[chunk.needed_N])
             loss_B, agreed_B = compare(
-                logits_BV, teacher_NV, *teacher_sums(teacher_NV, teacher.head.softcap), chunk.where_KC.flatten(), counts_KC.flatten(), weight_KC.flatten(),
+                logits_BV, teacher_NV, *teacher_sums(teacher_NV, teacher.head.softcap), chunk.where_CK.flatten(), counts_CK.flatten(), weight_CK.flatten(),
                 teacher.head.softcap, objective.kind == "lk",
             )  # fmt: skip
-            loss_KC = loss_B.view(counts_KC.shape)
-            loss += (weight_KC * loss_KC).sum()
-            sums += torch.stack([column.sum(1, dtype=torch.float64) for column in (counts_KC, loss_KC, agreed_B.view(counts_KC.shape))])
-            grad_KRD[:, part] = (logits_BV @ head).unflatten(0, counts_KC.shape)
-            if not ctx.needs_input_grad[0]:
-                continue
-            if grad_head is None:
-                grad_head = product_in(head_weight.dtype, logits_BV.T, rows_BD)
-            else:
-                add_product(grad_head, logits_BV.T, rows_BD)
-        ctx.gradients = grad_head, grad_KRD
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (scale,) = grads
-        grad_head, grad_KRD = ctx.gradients
-        del ctx.gradients  # held by no one else, the head's becomes `head_weight.grad` itself, not a copy of half a gigabyte
-        for grad in (grad_KRD, *([] if grad_head is None else [grad_head])):
-            grad.mul_(scale.to(grad.dtype))
-        return grad_head, None, None, None, None, None, None, *grad_KRD.unbind()
+            loss_CK = loss_B.view(counts_CK.shape)
+            loss += (weight_CK * loss_CK).sum()
+            sums += torch.stack([column.sum(0, dtype=torch.float64) for column in (counts_CK, loss_CK, agreed_B.view(counts_CK.shape))])
+            torch.mm(logits_BV, head, out=grad_RKD[part].flatten(0, 1))
+            add_weight_gradient(head_weight, logits_BV, rows_BD)
+    torch.autograd.backward([step.hidden_RD for step in steps], list(grad_RKD.unbind(1)))
+    return loss, LossSums(*sums)
 
 
 @fused
