@@ -16,7 +16,8 @@ def random_tokens(rows: int, length: int, vocab: int) -> torch.Tensor:
 def timed(step: Callable[[int], None], num_packs: int, repeat: int) -> dict[str, Any]:
     """Steps over all packs in turn, `repeat` times, after a round that is not counted (and two of the first pack, for compilations).
 
-    -> seconds: of one round, the median of all; first_round: seconds of the one that was not counted; peak_gib: the most memory that tensors held.
+    -> seconds: of one round, the median of all; first_round: seconds of the one that was not counted; peak_gb: the most memory that
+    tensors held, in 10^9 bytes.
     """
     cuda = torch.cuda.is_available()
 
@@ -37,5 +38,5 @@ def timed(step: Callable[[int], None], num_packs: int, repeat: int) -> dict[str,
         for index in range(num_packs):
             step(index)
         rounds.append(wait() - start)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
-    return {"seconds": sorted(rounds)[len(rounds) // 2], "first_round": first, "peak_gib": peak}
+    peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else None
+    return {"seconds": sorted(rounds)[len(rounds) // 2], "first_round": first, "peak_gb": peak}

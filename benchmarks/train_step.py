@@ -1,14 +1,15 @@
 """One optimiser step of draft training at the shapes of real targets: speed, share of the chip, memory; and beside it the peers', on the same work.
 
-    python benchmarks/train_step.py --shape llama-8b [--tokens 8192] [--rows 2048x4 | FILE] [--supervised SHARE] [--steps 7] [--freeze-head] [--peers FOLDER]
+    python benchmarks/train_step.py --shape llama-8b [--rows ROWS ...] [--tokens 8192] [--steps 7] [--freeze-head] [--peers FOLDER]
 
-Features are random. --rows: so many documents of so many tokens, all supervised, or a JSON file of row shapes (benchmarks/row_shapes.json), packed in turn
-into as many steps as --packs says. --supervised shortens each supervised span from its beginning until about that share of all tokens is left. Counted:
-forward, backward, clipping and AdamW; not reading features. Prints tokens/s, supervised tokens/s, arithmetic done in TFLOP/s and its share of the measured
-peak of bfloat16 products, and the most memory held.
+Features are random. ROWS: so many documents of so many tokens, all supervised, as 2048x4; or a JSON file of row shapes (benchmarks/row_shapes.json), packed in
+turn into as many steps as --packs says; with @0.3 behind either, each supervised span is shortened from its beginning until about that share of all tokens
+is left. Counted: forward, backward, clipping and AdamW; not reading features. Prints tokens/s, supervised rows/s, arithmetic done in TFLOP/s and its share
+of the measured peak of bfloat16 products, and the most memory held.
 
 --peers: FOLDER holds speculators 0.9.0, hs-connectors 0.9.0 and specforge 0.2.0, each wheel unpacked into it (`pip download --no-deps`, `unzip`), with the
-packages that they import installed. Each runs in a process of its own after ours, the same rows, the same K, AdamW included; then come the ratios.
+packages that they import installed. Each runs in a process of its own after ours, the same rows, the same K, AdamW included; then come the ratios. Speculators
+freezes the head, and so do we beside it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +49,24 @@ SHAPES = {
 RowShape = tuple[int, list[tuple[int, int]]]  # tokens of a document, [start, end) of each supervised span
 
 
+@dataclass(frozen=True)
+class Case:
+    """packs: the rows of each step."""
+
+    name: str
+    packs: list[list[RowShape]]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(length for pack in self.packs for length, _ in pack)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--rows", nargs="+", default=["2048x4"])
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--rows", default="2048x4")
     parser.add_argument("--packs", type=int, default=1, help="steps of different rows, timed in turn")
-    parser.add_argument("--supervised", type=float, help="share of all tokens")
     parser.add_argument("--steps", type=int, default=7, help="K")
     parser.add_argument("--repeat", type=int, default=10)
     parser.add_argument("--freeze-head", action="store_true")
@@ -63,86 +76,91 @@ def main() -> None:
     parser.add_argument("--peers", type=Path)
     parser.add_argument("--peer-batch", type=int, default=8, help="rows of a padded batch of SpecForge")
     options = parser.parse_args()
-    packs = row_packs(options)
-    num_tokens = sum(length for pack in packs for length, _ in pack)
-    share = sum(end - start for pack in packs for _, spans in pack for start, end in spans) / num_tokens
-    print(f"{options.shape}, K = {options.steps}: {num_tokens:,} tokens in {sum(map(len, packs))} documents and {len(packs)} steps, {share:.0%} supervised")
-    ours = time_ours(options, packs)
-    report(f"Eyas{', head frozen' if options.freeze_head else ''}", ours, num_tokens)
+    cases = [Case(name, row_packs(name, options)) for name in options.rows]
+    print(f"{options.shape}, K = {options.steps}", flush=True)
+    ours = {}
+    for frozen in [False, True] if options.peers else [options.freeze_head]:
+        ours[frozen] = time_ours(options, cases, frozen)
     if options.peers:
-        time_peers(options, packs, num_tokens, ours)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        time_peer("speculators_step.py", options, cases, ours[True])
+        time_peer("specforge_step.py", options, cases, ours[False])
 
 
-def time_ours(options: argparse.Namespace, packs: list[list[RowShape]]) -> dict[str, Any]:
+def time_ours(options: argparse.Namespace, cases: list[Case], frozen: bool) -> list[dict[str, Any]]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = draft_shape_of(options.shape)
     torch.manual_seed(0)
-    batches = [make_batch(random_rows(pack, shape.hidden_size), options.steps, torch.bfloat16, SHAPE_MULTIPLE, loss_chunk(device)).to(device) for pack in packs]
     draft = Draft(shape).to(device)
     _, _, _, _, _, vocab, _ = SHAPES[options.shape]
     table = torch.randn(vocab, shape.hidden_size, device=device, dtype=torch.bfloat16)
     head = TargetHead(table, torch.ones(shape.hidden_size), 1e-5, table, None)
     teacher = Teacher(head, torch.arange(shape.draft_vocab_size, device=device), torch.bfloat16, device)
-    section = TrainSection(optimizer="adamw", unroll_steps=options.steps, freeze_head=options.freeze_head)
+    section = TrainSection(optimizer="adamw", unroll_steps=options.steps, freeze_head=frozen)
     optimizer = make_optimizer(draft, section, torch.bfloat16)
 
-    def step(index: int) -> None:
-        batch = batches[index]
+    def step(batch: Batch) -> None:
         optimizer.zero_grad()
         steps = unroll(draft, table, batch, options.steps, options.recompute)
         loss_backward(steps, draft.lm_head.weight, teacher, batch, Objective(section.step_weight, float(len(batch.rows_R)), options.loss))
         torch.nn.utils.clip_grad_norm_(draft.parameters(), section.grad_clip)
         optimizer.step(1.0)
 
-    found = timed(step, len(batches), options.repeat)
-    found["rows"] = sum(int((batch.num_steps_R > 0).sum()) for batch in batches)
-    found["flops"] = sum(flops(shape, batch, options.steps, options.freeze_head) for batch in batches)
-    found["peak_flops"] = gemm_peak(device) if device.type == "cuda" else None
-    if options.profile:
-        with torch.profiler.profile() as profile:
-            step(0)
-        options.profile.write_text(profile.key_averages().table(sort_by="cuda_time_total" if device.type == "cuda" else "cpu_time_total", row_limit=60))
-    return found
+    results = []
+    for case in cases:
+        rows = [random_rows(pack, shape.hidden_size) for pack in case.packs]
+        batches = [make_batch(pack, options.steps, torch.bfloat16, SHAPE_MULTIPLE, loss_chunk(device)).to(device) for pack in rows]
+        found = timed(lambda index, batches=batches: step(batches[index]), len(batches), options.repeat)
+        found["rows"] = sum(int((batch.num_steps_R > 0).sum()) for batch in batches)
+        found["flops"] = sum(flops(shape, batch, options.steps, frozen) for batch in batches)
+        found["peak_flops"] = gemm_peak(device) if device.type == "cuda" else None
+        report(f"Eyas{', head frozen' if frozen else ''}", case, found)
+        results.append(found)
+        if options.profile:
+            with torch.profiler.profile() as profile:
+                step(batches[0])
+            options.profile.write_text(profile.key_averages().table(sort_by="cuda_time_total" if device.type == "cuda" else "cpu_time_total", row_limit=60))
+        del batches
+    return results
 
 
-def report(name: str, found: dict[str, Any], num_tokens: int) -> None:
-    line = f"  {name}: {found['seconds'] * 1e3:,.1f} ms, {num_tokens / found['seconds']:,.0f} tokens/s"
+def report(name: str, case: Case, found: dict[str, Any]) -> None:
+    share = sum(end - start for pack in case.packs for _, spans in pack for start, end in spans) / case.num_tokens
+    print(f"  {case.name}: {case.num_tokens:,} tokens in {sum(map(len, case.packs))} documents and {len(case.packs)} steps, {share:.0%} supervised")
+    line = f"    {name}: {found['seconds'] * 1e3:,.1f} ms, {case.num_tokens / found['seconds']:,.0f} tokens/s"
     if "rows" in found:
         line += f", {found['rows'] / found['seconds']:,.0f} supervised rows/s, {found['flops'] / found['seconds'] / 1e12:.2f} TFLOP/s"
     if found.get("peak_flops"):
         line += f", {found['flops'] / found['seconds'] / found['peak_flops']:.1%} of the {found['peak_flops'] / 1e12:.0f} of a large product"
-    if found["peak_gib"] is not None:
-        line += f", {found['peak_gib']:.1f} GiB at most"
+    if found["peak_gb"] is not None:
+        line += f", {found['peak_gb']:.1f} GB at most"
     print(f"{line} (first round {found['first_round']:.0f} s)", flush=True)
 
 
-def time_peers(options: argparse.Namespace, packs: list[list[RowShape]], num_tokens: int, ours: dict[str, Any]) -> None:
+def time_peer(script: str, options: argparse.Namespace, cases: list[Case], ours: list[dict[str, Any]]) -> None:
     hidden, inner, heads, groups, width, vocab, draft_vocab = SHAPES[options.shape]
     job = {
         "hidden": hidden, "inner": inner, "heads": heads, "groups": groups, "width": width, "vocab": vocab, "draft_vocab": draft_vocab,
-        "steps": options.steps, "repeat": options.repeat, "tokens": options.tokens, "packs": packs, "peer_batch": options.peer_batch,
+        "steps": options.steps, "repeat": options.repeat, "tokens": options.tokens, "cases": [case.packs for case in cases], "peer_batch": options.peer_batch,
         "fused_loss": torch.cuda.is_available() and not torch.__version__.startswith("2.11"),
     }  # fmt: skip
     here = Path(__file__).parent
     path = os.pathsep.join([str(options.peers), str(here), os.environ.get("PYTHONPATH", "")])
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    for script in ("speculators_step.py", "specforge_step.py"):
-        done = subprocess.run(
-            [sys.executable, here / "peers" / script],
-            input=json.dumps(job),
-            stdout=subprocess.PIPE,
-            text=True,
-            check=False,
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        if done.returncode:
-            print(f"  {script} failed with code {done.returncode}")
-            continue
-        found = json.loads(done.stdout.strip().splitlines()[-1])
-        report(found["peer"], found, num_tokens)
-        memory = f", {ours['peak_gib'] / found['peak_gib']:.2f} of its memory" if found["peak_gib"] else ""
-        print(f"    Eyas: {found['seconds'] / ours['seconds']:.2f} times its speed{memory}", flush=True)
+    with subprocess.Popen(
+        [sys.executable, here / "peers" / script],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path},
+    ) as peer:  # fmt: skip
+        assert peer.stdin and peer.stdout
+        peer.stdin.write(json.dumps(job))
+        peer.stdin.close()
+        results = (json.loads(line) for line in peer.stdout if line.startswith('{"peer"'))
+        for found, case, mine in zip(results, cases, ours, strict=False):
+            report(found["peer"], case, found)
+            memory = f", {mine['peak_gb'] / found['peak_gb']:.2f} of its memory" if found["peak_gb"] else ""
+            print(f"    Eyas: {found['seconds'] / mine['seconds']:.2f} times its speed{memory}", flush=True)
+    if peer.returncode:
+        print(f"  {script} failed with code {peer.returncode}")
 
 
 def draft_shape_of(name: str) -> DraftShape:
@@ -155,23 +173,24 @@ def draft_shape_of(name: str) -> DraftShape:
     )  # fmt: skip
 
 
-def row_packs(options: argparse.Namespace) -> list[list[RowShape]]:
+def row_packs(name: str, options: argparse.Namespace) -> list[list[RowShape]]:
     """The rows of each step: whole ones, in order, as many as fit."""
-    if Path(options.rows).exists():
-        wanted = json.loads(Path(options.rows).read_text())
+    source, _, share = name.partition("@")
+    if Path(source).exists():
+        wanted, count = json.loads(Path(source).read_text()), options.packs
     else:
-        length, count = (int(part) for part in options.rows.split("x"))
-        wanted = [(length, [(0, length)])] * (count * options.packs)
+        length, documents = (int(part) for part in source.split("x"))
+        wanted, count = [(length, [(0, length)])] * documents, -(-length * documents // options.tokens)
     packs: list[list[RowShape]] = [[]]
     for length, spans in wanted:
-        if sum(other for other, _ in packs[-1]) + length > options.tokens:
-            if len(packs) == options.packs:
+        if packs[-1] and sum(other for other, _ in packs[-1]) + length > options.tokens:
+            if len(packs) == count:
                 break
             packs.append([])
         packs[-1].append((length, spans))
-    if options.supervised is not None:
+    if share:
         total = sum(length for pack in packs for length, _ in pack)
-        scale = options.supervised * total / sum(end - start for pack in packs for _, spans in pack for start, end in spans)
+        scale = float(share) * total / sum(end - start for pack in packs for _, spans in pack for start, end in spans)
         packs = [[(length, [(round(end - (end - start) * scale), end) for start, end in spans]) for length, spans in pack] for pack in packs]
     return packs
 
@@ -190,22 +209,24 @@ def random_rows(pack: list[RowShape], width: int) -> list[FeatureRow]:
 
 def flops(shape: DraftShape, batch: Batch, num_steps: int, frozen_head: bool) -> float:
     """Floating-point operations of the products of one step, two for a multiplication with its addition; backward costs twice the forward, less where no
-    gradient is wanted. Attention counts causal pairs of supervised rows alone, backward 2.5 times."""
-    tokens, rows = batch.num_tokens, len(batch.rows_R)
+    gradient is wanted. The embedding's half of q, k and v is made once, not at each step. Attention counts causal pairs of supervised rows alone, backward
+    2.5 times."""
+    tokens, rows, asking = batch.num_tokens, len(batch.rows_R), len(batch.asking_N)
     width, inner, query, key = (
         shape.hidden_size,
         shape.intermediate_size,
         shape.num_attention_heads * shape.head_dim,
         shape.num_key_value_heads * shape.head_dim,
     )
-    fuse = 2 * 2 * tokens * 3 * width * width
-    keys_values = 3 * 2 * (tokens + (num_steps - 1) * rows) * 2 * width * 2 * key
-    layer = 3 * 2 * num_steps * rows * (2 * width * query + query * width + 3 * width * inner)
+    fuse = 3 * 2 * tokens * 3 * width * width
+    keys_values = 3 * 2 * (2 * tokens + (num_steps - 1) * rows) * width * 2 * key
+    queries = 3 * 2 * (asking + num_steps * rows) * width * query
+    layer = 3 * 2 * num_steps * rows * (query * width + 3 * width * inner)
     head = (2 if frozen_head else 3) * 2 * num_steps * rows * width * shape.draft_vocab_size
     teacher = 2 * sum(len(chunk.needed_N) for chunk in batch.chunks) * width * shape.draft_vocab_size
     pairs = float((batch.positions_T[batch.rows_R] + 1).sum())
     attention = 3.5 * 4 * num_steps * pairs * query
-    return fuse + keys_values + layer + head + teacher + attention
+    return fuse + keys_values + queries + layer + head + teacher + attention
 
 
 def gemm_peak(device: torch.device) -> float:

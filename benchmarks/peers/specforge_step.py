@@ -1,7 +1,8 @@
 """One optimiser step of SpecForge 0.2.0's EAGLE-3 trainer, timed as its own library runs it. Started by benchmarks/train_step.py --peers FOLDER.
 
-In: a job in JSON on stdin (see train_step.py). Out: a line of JSON. FOLDER holds SpecForge's wheel, unpacked. Its head is trained, its embedding frozen.
+In: a job in JSON on stdin (see train_step.py). Out: a line of JSON for each case. FOLDER holds SpecForge's wheel, unpacked. Its head is trained, its embedding frozen.
 Rows stand in batches of `peer_batch`, padded to the longest of the batch, as its own collator does; the gradients of a step's batches add up.
+Its weights and moments are bfloat16 here; its own optimizer adds float32 copies, which would take more time and memory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def main() -> None:
     from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    longest = max(length for pack in job["packs"] for length, _ in pack)
+    longest = max(length for packs in job["cases"] for pack in packs for length, _ in pack)
     llama = LlamaConfig(
         hidden_size=job["hidden"], intermediate_size=job["inner"], num_attention_heads=job["heads"], num_key_value_heads=job["groups"],
         head_dim=job["width"], vocab_size=job["vocab"], num_hidden_layers=1, max_position_embeddings=max(2048, 2 * longest), rms_norm_eps=1e-5,
@@ -43,17 +44,19 @@ def main() -> None:
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     head = (torch.randn(job["vocab"], job["hidden"]) * 0.02).to(device, torch.bfloat16)
     size = job["peer_batch"]
-    packs = [[batch(pack[start : start + size], job, device) for start in range(0, len(pack), size)] for pack in job["packs"]]
 
-    def step(index: int) -> None:
-        for part in packs[index]:
+    def step(parts: list[dict[str, torch.Tensor]]) -> None:
+        for part in parts:
             losses = model(**part, target=None, target_head_weight=head)[0]
             sum(0.8**k * loss for k, loss in enumerate(losses)).backward()
         torch.nn.utils.clip_grad_norm_(trained, 0.5)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    print(json.dumps({"peer": f"SpecForge 0.2.0, {size} rows a batch", **timed(step, len(packs), job["repeat"])}))
+    for packs in job["cases"]:
+        steps = [[batch(pack[start : start + size], job, device) for start in range(0, len(pack), size)] for pack in packs]
+        found = timed(lambda index, steps=steps: step(steps[index]), len(steps), job["repeat"])
+        print(json.dumps({"peer": f"SpecForge 0.2.0, {size} rows a batch", **found}), flush=True)
 
 
 def batch(rows: list[Any], job: dict[str, Any], device: str) -> dict[str, torch.Tensor]:

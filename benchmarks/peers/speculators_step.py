@@ -1,7 +1,7 @@
 """One optimiser step of speculators 0.9.0's EAGLE-3 trainer, timed as its own library runs it. Started by benchmarks/train_step.py --peers FOLDER.
 
-In: a job in JSON on stdin (see train_step.py). Out: a line of JSON. FOLDER holds the wheels of speculators and hs-connectors, unpacked. Its head and its
-embedding are frozen. Rows are packed into one sequence of the step's tokens, filled up with padding, as its own loader does.
+In: a job in JSON on stdin (see train_step.py). Out: a line of JSON for each case. FOLDER holds the wheels of speculators and hs-connectors, unpacked. Its
+head and its embedding are frozen. Rows are packed into one sequence of the step's tokens, filled up with padding, as its own loader does.
 """
 
 from __future__ import annotations
@@ -48,17 +48,19 @@ def main() -> None:
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     # Its fused loss does not compile under torch 2.11; the eager one computes the same.
     loss_config = resolve_loss_config("kl_div", "fused" if job["fused_loss"] else "eager")
-    batches = [batch(pack, job, device) for pack in job["packs"]]
 
-    def step(index: int) -> None:
+    def step(columns: dict[str, torch.Tensor]) -> None:
         with torch.autocast(device, dtype=torch.bfloat16):
-            _, loss, _ = model(**batches[index], ttt_steps=job["steps"], ttt_step_loss_decay=0.8, loss_config=loss_config)
+            _, loss, _ = model(**columns, ttt_steps=job["steps"], ttt_step_loss_decay=0.8, loss_config=loss_config)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    print(json.dumps({"peer": "speculators 0.9.0, its head frozen", **timed(step, len(batches), job["repeat"])}))
+    for packs in job["cases"]:
+        batches = [batch(pack, job, device) for pack in packs]
+        found = timed(lambda index, batches=batches: step(batches[index]), len(batches), job["repeat"])
+        print(json.dumps({"peer": "speculators 0.9.0, its head frozen", **found}), flush=True)
 
 
 def batch(pack: list[Any], job: dict[str, Any], device: str) -> dict[str, torch.Tensor]:

@@ -85,12 +85,9 @@ def loss_backward(steps: list[StepOutput], head_weight: torch.Tensor, teacher: T
             part = slice(chunk.start, chunk.end)
             counts_CK, weight_CK = counts_RK[part], weight_RK[part]
             rows_BD = torch.stack([step.hidden_RD[part] for step in steps], dim=1).flatten(0, 1)
+            taught = distribution(teacher.logits(batch.last[chunk.needed_N]), teacher.head.softcap)
             logits_BV = rows_BD @ head.T
-            teacher_NV = teacher.logits(batch.last[chunk.needed_N])
-            loss_B, agreed_B = compare(
-                logits_BV, teacher_NV, *teacher_sums(teacher_NV, teacher.head.softcap), chunk.where_CK.flatten(), counts_CK.flatten(), weight_CK.flatten(),
-                teacher.head.softcap, objective.kind == "lk",
-            )  # fmt: skip
+            loss_B, agreed_B = compare(logits_BV, *taught, chunk.where_CK.flatten(), counts_CK.flatten(), weight_CK.flatten(), objective.kind == "lk")
             loss_CK = loss_B.view(counts_CK.shape)
             loss += (weight_CK * loss_CK).sum()
             sums += torch.stack([column.sum(0, dtype=torch.float64) for column in (counts_CK, loss_CK, agreed_B.view(counts_CK.shape))])
@@ -101,39 +98,41 @@ def loss_backward(steps: list[StepOutput], head_weight: torch.Tensor, teacher: T
 
 
 @fused
-def teacher_sums(teacher_NV: torch.Tensor, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> log-sum-exp float32 [N] of the capped logits, and the likeliest token [N]."""
-    logits_NV = capped(teacher_NV, softcap)
-    return logits_NV.logsumexp(-1), logits_NV.argmax(-1)
-
-
-def capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    return logits.float() if softcap is None else softcap * torch.tanh(logits.float() / softcap)
+def distribution(logits_NV: torch.Tensor, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The teacher's: p float32 [N, V], its entropy [N], and the likeliest token [N]."""
+    logits_NV = logits_NV.float()
+    if softcap is not None:
+        logits_NV = softcap * torch.tanh(logits_NV / softcap)
+    p_NV = logits_NV.softmax(-1)
+    likeliest_N = logits_NV.argmax(-1)
+    return p_NV, _log_sum(logits_NV, p_NV, likeliest_N) - (p_NV * logits_NV).sum(-1), likeliest_N
 
 
 @fused
 def compare(
-    logits_BV: torch.Tensor, teacher_NV: torch.Tensor, teacher_sum_N: torch.Tensor, likeliest_N: torch.Tensor, where_B: torch.Tensor,
-    counts_B: torch.Tensor, weight_B: torch.Tensor, softcap: float | None, lk: bool,
+    logits_BV: torch.Tensor, p_NV: torch.Tensor, entropy_N: torch.Tensor, likeliest_N: torch.Tensor, where_B: torch.Tensor, counts_B: torch.Tensor,
+    weight_B: torch.Tensor, lk: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """-> the loss of each row that counts, and whether it agrees with its teacher on the likeliest token. The logits become their weighted gradient."""
-    wide_BV = logits_BV.float()
-    sum_B = wide_BV.logsumexp(-1)
-    agreed_B = (wide_BV.argmax(-1) == likeliest_N[where_B]) & counts_B
-    log_p_BV = capped(teacher_NV[where_B], softcap) - teacher_sum_N[where_B].unsqueeze(-1)
-    p_BV = log_p_BV.exp()
-    log_q_BV = wide_BV - sum_B.unsqueeze(-1)
-    q_BV = log_q_BV.exp()
+    wide_BV, p_BV = logits_BV.float(), p_NV[where_B]
+    q_BV = wide_BV.softmax(-1)
+    best_B = wide_BV.argmax(-1)
+    # -sum p log q; without the logarithms of q, one pass over the logits makes all sums.
+    loss_B = _log_sum(wide_BV, q_BV, best_B) - (p_BV * wide_BV).sum(-1)
+    grad_BV = q_BV - p_BV
     if lk:
         accepted_B = torch.minimum(p_BV, q_BV).sum(-1)
         share_B = (-LK_DECAY * accepted_B).exp()
-        loss_B = share_B * (p_BV * (log_p_BV - log_q_BV)).sum(-1) + (1 - share_B) * (1 - accepted_B)
+        loss_B = share_B * (loss_B - entropy_N[where_B]) + (1 - share_B) * (1 - accepted_B)
         # Of -sum min(p, q): only where q < p does q count, and softmax carries that to every logit.
         short_BV = q_BV < p_BV
         short_B = (q_BV * short_BV).sum(-1)
-        grad_BV = share_B[:, None] * (q_BV - p_BV) + (1 - share_B)[:, None] * q_BV * (short_B[:, None] - short_BV.float())
-    else:
-        loss_B = sum_B - (p_BV * wide_BV).sum(-1)  # -sum p log q; without q in it, one pass over the logits makes all sums
-        grad_BV = q_BV - p_BV
+        grad_BV = share_B[:, None] * grad_BV + (1 - share_B)[:, None] * q_BV * (short_B[:, None] - short_BV.float())
     logits_BV.copy_(grad_BV * weight_B[:, None])
-    return loss_B * counts_B, agreed_B
+    return loss_B * counts_B, (best_B == likeliest_N[where_B]) & counts_B
+
+
+def _log_sum(logits_BV: torch.Tensor, softmax_BV: torch.Tensor, best_B: torch.Tensor) -> torch.Tensor:
+    """log-sum-exp [B], from the softmax that is there already."""
+    at_B1 = best_B.unsqueeze(-1)
+    return (logits_BV.gather(-1, at_B1) - softmax_BV.gather(-1, at_B1).log()).squeeze(-1)
