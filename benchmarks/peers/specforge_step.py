@@ -1,8 +1,8 @@
 """One optimiser step of SpecForge 0.2.0's EAGLE-3 trainer, timed as its own library runs it. Started by benchmarks/train_step.py --peers FOLDER.
 
-In: a job in JSON on stdin (see train_step.py). Out: a line of JSON for each case. FOLDER holds SpecForge's wheel, unpacked. Its head is trained, its embedding frozen.
-Rows stand in batches of `peer_batch`, padded to the longest of the batch, as its own collator does; the gradients of a step's batches add up.
-Its weights and moments are bfloat16 here; its own optimizer adds float32 copies, which would take more time and memory.
+In: a job in JSON on stdin (see train_step.py). Out: a line of JSON for each case. FOLDER holds SpecForge's wheel, unpacked. Its head is trained, its
+embedding frozen. Rows stand in batches of `peer_batch`, padded to the longest of the batch, as its own collator does; the gradients of a step's batches add
+up. Its weights and moments are bfloat16 here; its own optimizer adds float32 copies, which would take more time and memory.
 """
 
 from __future__ import annotations

@@ -103,9 +103,8 @@ def distribution(logits_NV: torch.Tensor, softcap: float | None) -> tuple[torch.
     logits_NV = logits_NV.float()
     if softcap is not None:
         logits_NV = softcap * torch.tanh(logits_NV / softcap)
-    p_NV = logits_NV.softmax(-1)
-    likeliest_N = logits_NV.argmax(-1)
-    return p_NV, _log_sum(logits_NV, p_NV, likeliest_N) - (p_NV * logits_NV).sum(-1), likeliest_N
+    p_NV, log_sum_N = softmax(logits_NV)
+    return p_NV, log_sum_N - (p_NV * logits_NV).sum(-1), logits_NV.argmax(-1)
 
 
 @fused
@@ -115,10 +114,8 @@ def compare(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """-> the loss of each row that counts, and whether it agrees with its teacher on the likeliest token. The logits become their weighted gradient."""
     wide_BV, p_BV = logits_BV.float(), p_NV[where_B]
-    q_BV = wide_BV.softmax(-1)
-    best_B = wide_BV.argmax(-1)
-    # -sum p log q; without the logarithms of q, one pass over the logits makes all sums.
-    loss_B = _log_sum(wide_BV, q_BV, best_B) - (p_BV * wide_BV).sum(-1)
+    q_BV, log_sum_B = softmax(wide_BV)
+    loss_B = log_sum_B - (p_BV * wide_BV).sum(-1)  # -sum p log q; without the logarithms of q, one pass over the logits makes all sums
     grad_BV = q_BV - p_BV
     if lk:
         accepted_B = torch.minimum(p_BV, q_BV).sum(-1)
@@ -129,10 +126,15 @@ def compare(
         short_B = (q_BV * short_BV).sum(-1)
         grad_BV = share_B[:, None] * grad_BV + (1 - share_B)[:, None] * q_BV * (short_B[:, None] - short_BV.float())
     logits_BV.copy_(grad_BV * weight_B[:, None])
-    return loss_B * counts_B, (best_B == likeliest_N[where_B]) & counts_B
+    return loss_B * counts_B, (wide_BV.argmax(-1) == likeliest_N[where_B]) & counts_B
 
 
-def _log_sum(logits_BV: torch.Tensor, softmax_BV: torch.Tensor, best_B: torch.Tensor) -> torch.Tensor:
-    """log-sum-exp [B], from the softmax that is there already."""
-    at_B1 = best_B.unsqueeze(-1)
-    return (logits_BV.gather(-1, at_B1) - softmax_BV.gather(-1, at_B1).log()).squeeze(-1)
+def softmax(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> softmax [B, V] and log-sum-exp [B] of float32 logits. Written out where it is compiled; elsewhere torch's own softmax is faster than its exp."""
+    largest_B = logits_BV.amax(-1)
+    if torch.compiler.is_compiling():
+        exp_BV = (logits_BV - largest_B.unsqueeze(-1)).exp()
+        sum_B = exp_BV.sum(-1)
+        return exp_BV * (1 / sum_B).unsqueeze(-1), largest_B + sum_B.log()
+    softmax_BV = logits_BV.softmax(-1)
+    return softmax_BV, largest_B - softmax_BV.amax(-1).log()  # the largest is 1 / sum
