@@ -82,13 +82,20 @@ class _NormedProducts(torch.autograd.Function):
         x_RD, norm_weight, *casts = ctx.saved_tensors
         normed_RD = rms_norm(x_RD, norm_weight, ctx.eps)
         nothing = (None,) * (2 + 2 * len(casts))
+        total_RD = grad_RD  # autograd's, and not to be changed; the first sum is ours
         for grad_RO, weight, cast in zip(grad_products, ctx.weights, casts, strict=True):
-            if grad_RO is not None:
-                grad_RD = grad_RO @ cast[:, ctx.columns] if grad_RD is None else torch.addmm(grad_RD, grad_RO, cast[:, ctx.columns])
-                add_weight_gradient(weight, grad_RO, normed_RD, ctx.columns.start)
-        if grad_RD is None:
+            if grad_RO is None:
+                continue
+            add_weight_gradient(weight, grad_RO, normed_RD, ctx.columns.start)
+            if total_RD is None:
+                total_RD = grad_RO @ cast[:, ctx.columns]
+            elif total_RD is grad_RD:
+                total_RD = torch.addmm(grad_RD, grad_RO, cast[:, ctx.columns])
+            else:
+                total_RD.addmm_(grad_RO, cast[:, ctx.columns])
+        if total_RD is None:
             return None, None, *nothing
-        return *rms_norm_backward(grad_RD, x_RD, norm_weight, ctx.eps, None), *nothing
+        return *rms_norm_backward(total_RD, x_RD, norm_weight, ctx.eps, None), *nothing
 
 
 class GatedMLP(nn.Module):
@@ -133,8 +140,10 @@ class _GatedMLP(torch.autograd.Function):
         del inner_RI  # the most memory that a training step holds is held here
         x_RD = rms_norm(stream_RD, norm_weight, ctx.eps)
         add_weight_gradient(gate_weight, grad_gate_RI, x_RD)
+        grad_x = grad_gate_RI @ gate_ID
+        del grad_gate_RI
         add_weight_gradient(up_weight, grad_up_RI, x_RD)
-        grad_x = torch.addmm(grad_gate_RI @ gate_ID, grad_up_RI, up_ID)
+        grad_x.addmm_(grad_up_RI, up_ID)
         return *rms_norm_backward(grad_x, stream_RD, norm_weight, ctx.eps, grad_RD), *(None,) * 7
 
 

@@ -72,29 +72,37 @@ def loss_backward(steps: list[StepOutput], head_weight: torch.Tensor, teacher: T
     Returns the loss and its parts, on the device. Rows that do not count are computed with weight zero: there are few, and constant shapes are worth more
     than they cost.
     """
+    loss, sums, grad_RKD = _forward(steps, head_weight, teacher, batch, objective)
+    torch.autograd.backward([step.hidden_RD for step in steps], list(grad_RKD.unbind(1)))
+    return loss, sums
+
+
+@torch.no_grad()
+def _forward(
+    steps: list[StepOutput], head_weight: torch.Tensor, teacher: Teacher, batch: Batch, objective: Objective
+) -> tuple[torch.Tensor, LossSums, torch.Tensor]:
+    """Adds to the head's gradient, and returns that of the rows, [R, K, D]. A function of its own: what it needs is gone before backward needs most."""
     device, dtype, num_steps = head_weight.device, steps[0].hidden_RD.dtype, len(steps)
+    head = head_weight.to(dtype)
     counts_RK = torch.stack([step.counts_R for step in steps], dim=1)
     weight_RK = counts_RK * torch.tensor([objective.step_weight**k / objective.denominator for k in range(num_steps)], device=device)
     sums = torch.zeros(3, num_steps, dtype=torch.float64, device=device)
     loss = torch.zeros((), device=device)
-    grad_RKD = torch.empty(len(counts_RK), num_steps, head_weight.shape[1], dtype=dtype, device=device)
-    with torch.no_grad():
-        head = head_weight.to(dtype)
-        for chunk in batch.chunks:
-            # All steps of a few rows rather than one step of many: larger products, and the teachers are shared.
-            part = slice(chunk.start, chunk.end)
-            counts_CK, weight_CK = counts_RK[part], weight_RK[part]
-            rows_BD = torch.stack([step.hidden_RD[part] for step in steps], dim=1).flatten(0, 1)
-            taught = distribution(teacher.logits(batch.last[chunk.needed_N]), teacher.head.softcap)
-            logits_BV = rows_BD @ head.T
-            loss_B, agreed_B = compare(logits_BV, *taught, chunk.where_CK.flatten(), counts_CK.flatten(), weight_CK.flatten(), objective.kind == "lk")
-            loss_CK = loss_B.view(counts_CK.shape)
-            loss += (weight_CK * loss_CK).sum()
-            sums += torch.stack([column.sum(0, dtype=torch.float64) for column in (counts_CK, loss_CK, agreed_B.view(counts_CK.shape))])
-            torch.mm(logits_BV, head, out=grad_RKD[part].flatten(0, 1))
-            add_weight_gradient(head_weight, logits_BV, rows_BD)
-    torch.autograd.backward([step.hidden_RD for step in steps], list(grad_RKD.unbind(1)))
-    return loss, LossSums(*sums)
+    grad_RKD = torch.empty(len(counts_RK), num_steps, head.shape[1], dtype=dtype, device=device)
+    for chunk in batch.chunks:
+        # All steps of a few rows rather than one step of many: larger products, and the teachers are shared.
+        part = slice(chunk.start, chunk.end)
+        counts_CK, weight_CK = counts_RK[part], weight_RK[part]
+        rows_BD = torch.stack([step.hidden_RD[part] for step in steps], dim=1).flatten(0, 1)
+        taught = distribution(teacher.logits(batch.last[chunk.needed_N]), teacher.head.softcap)
+        logits_BV = rows_BD @ head.T
+        loss_B, agreed_B = compare(logits_BV, *taught, chunk.where_CK.flatten(), counts_CK.flatten(), weight_CK.flatten(), objective.kind == "lk")
+        loss_CK = loss_B.view(counts_CK.shape)
+        loss += (weight_CK * loss_CK).sum()
+        sums += torch.stack([column.sum(0, dtype=torch.float64) for column in (counts_CK, loss_CK, agreed_B.view(counts_CK.shape))])
+        torch.mm(logits_BV, head, out=grad_RKD[part].flatten(0, 1))
+        add_weight_gradient(head_weight, logits_BV, rows_BD)
+    return loss, LossSums(*sums), grad_RKD
 
 
 @fused
@@ -115,6 +123,7 @@ def compare(
     """-> the loss of each row that counts, and whether it agrees with its teacher on the likeliest token. The logits become their weighted gradient."""
     wide_BV, p_BV = logits_BV.float(), p_NV[where_B]
     q_BV, log_sum_B = softmax(wide_BV)
+    agreed_B = (wide_BV.argmax(-1) == likeliest_N[where_B]) & counts_B
     loss_B = log_sum_B - (p_BV * wide_BV).sum(-1)  # -sum p log q; without the logarithms of q, one pass over the logits makes all sums
     grad_BV = q_BV - p_BV
     if lk:
@@ -126,7 +135,7 @@ def compare(
         short_B = (q_BV * short_BV).sum(-1)
         grad_BV = share_B[:, None] * grad_BV + (1 - share_B)[:, None] * q_BV * (short_B[:, None] - short_BV.float())
     logits_BV.copy_(grad_BV * weight_B[:, None])
-    return loss_B * counts_B, (wide_BV.argmax(-1) == likeliest_N[where_B]) & counts_B
+    return loss_B * counts_B, agreed_B
 
 
 def softmax(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
