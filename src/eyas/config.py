@@ -93,6 +93,11 @@ class DataSection(Section):
         description="Conversations answered at once. Higher is faster and takes more memory. Default: what suits the engine: 16 with transformers, 1,024 "
         "with vllm.",
     )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Switches of the target's chat template, for example `{ enable_thinking = false }`: as the server will be asked. Used for answers, "
+        "rows and evaluation. A data row may bring its own under the same name.",
+    )
     max_length: int = Field(2048, ge=8, description="Tokens; longer rows are cut here. Memory of extraction and training grows with it.")
     holdout: float = Field(0.03, ge=0.0, lt=1.0, description="Share of the conversations kept out of training, to choose the best checkpoint on.")
 

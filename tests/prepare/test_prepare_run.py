@@ -111,7 +111,7 @@ def test_prompts_hold_the_first_turns_of_held_out_conversations_and_no_others(tm
     prompts = lines(out / PROMPTS)
     assert {prompt["id"] for prompt in prompts} == held and len(held) == counts["holdout_rows"]
     by_id = {row["id"]: row for row in data}
-    assert all(p["turns"] == [by_id[p["id"]]["messages"][0]["content"]] and p["category"] == by_id[p["id"]]["category"] for p in prompts)
+    assert all(p["messages"] == by_id[p["id"]]["messages"][:1] and p["category"] == by_id[p["id"]]["category"] for p in prompts)
 
 
 def test_a_conversation_given_twice_is_not_on_both_sides(tmp_path: Path, tiny_target: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_conversation_given_twice_is_not_on_both_sides(tmp_path: Path, tiny_ta
     assert counts["dropped"] == {"duplicate": len(data) - len(rows)}
     trained = {line["conversation"] for line in lines(out / "rows.jsonl") if not line["holdout"]}
     first_words = {row["id"]: row["messages"][0]["content"] for row in data}
-    asked = {prompt["turns"][0] for prompt in lines(out / PROMPTS)}
+    asked = {prompt["messages"][0]["content"] for prompt in lines(out / PROMPTS)}
     assert not asked & {first_words[name] for name in trained}, "a prompt that was trained on would flatter the draft"
 
 

@@ -10,7 +10,7 @@ import torch
 from eyas.errors import UserError
 from eyas.prepare.chat import Chat
 from eyas.prepare.run import read_rows
-from eyas.prepare.sources import read_conversations
+from eyas.prepare.sources import read_conversations, up_to_first_user
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,15 @@ class Prompt:
 
 
 def read_prompts(paths: list[str], per_category: int, chat: Chat, max_length: int) -> list[Prompt]:
-    """The first turn of each row as the token ids that a server would be given. Raises UserError if there is none, or one is too long."""
+    """Each row up to its first user turn as the token ids that a server would be given. Raises UserError if there is none, or one is too long."""
     prompts: list[Prompt] = []
     taken: dict[str, int] = {}
     for conversation in read_conversations(paths):
-        turn = next((message for message in conversation.messages if message["role"] == "user"), None)
+        opening = up_to_first_user(conversation.messages)
         category = conversation.category or "all"
-        if turn is None or taken.get(category, 0) >= per_category:
+        if not opening or taken.get(category, 0) >= per_category:
             continue
-        tokens = chat.prompt_ids([turn])
+        tokens = chat.prompt_ids(opening, conversation.frame)
         if len(tokens) > max_length:
             raise UserError(
                 f"{conversation.where}: its prompt has {len(tokens):,} tokens; with the answer that is more than the target takes. Remove the row, or "

@@ -40,6 +40,8 @@ def settings(config: RunConfig, spec: TargetSpec) -> dict[str, Any]:
         "prompts": source_hashes(section.prompts, hash_file),
         "target": dict(spec.fingerprint),
     }
+    if config.data.chat_template_kwargs:
+        found["chat_template_kwargs"] = config.data.chat_template_kwargs
     if section.engine == "vllm":
         found["evaluate"] |= {"engine": section.engine, "concurrency": sorted({1, *section.concurrency})}
         found["server"] = target.model_dump(include={"python", "tensor_parallel", "extra"})
@@ -48,7 +50,7 @@ def settings(config: RunConfig, spec: TargetSpec) -> dict[str, Any]:
 
 def work(context: Context) -> Result:
     config, spec, section = context.config, context.spec, context.config.evaluate
-    chat = load_chat(spec, config.target.trust_remote_code)
+    chat = load_chat(spec, config.target.trust_remote_code, config.data.chat_template_kwargs)
     prompts = read_prompts(
         section.prompts or [str(context.run_folder / "prepare" / PROMPTS)], section.prompts_per_category, chat, spec.max_length - section.max_new_tokens
     )

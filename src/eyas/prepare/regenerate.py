@@ -32,7 +32,7 @@ def write_answers(conversations: list[Conversation], chat: Chat, asker: Asker, s
         for index, conversation in enumerate(results):
             if (j := next_open(conversation)) is not None:
                 try:
-                    prompts[index] = chat.prompt_ids(conversation.messages[:j])
+                    prompts[index] = chat.prompt_ids(conversation.messages[:j], conversation.frame)
                 except Unrenderable:  # counted when rows are made
                     results[index] = replace(conversation, messages=conversation.messages[:j])
         if not prompts:

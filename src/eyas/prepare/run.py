@@ -2,7 +2,7 @@
 
 Out, in prepare/: rows.safetensors (tokens int32 [T], supervised bool [T], offsets int64 [R + 1], holdout bool [R]),
 rows.jsonl (a line a row: key, conversation, source, sizes), answers.jsonl (what the target wrote),
-prompts.jsonl (the first user turns of held-out conversations, for evaluation).
+prompts.jsonl (held-out conversations up to their first user turn, for evaluation).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from eyas.prepare.ask import FILE as ANSWERS
 from eyas.prepare.ask import Asker
 from eyas.prepare.chat import Chat, Row, Unrenderable, load_chat
 from eyas.prepare.regenerate import count_open, write_answers
-from eyas.prepare.sources import Conversation, read_conversations, source_hashes, with_open_answers
+from eyas.prepare.sources import Conversation, read_conversations, source_hashes, up_to_first_user, with_open_answers
 from eyas.prepare.synthesize import EmptyTurn, Synthesis, empty_turn, synthesize
 from eyas.progress import Reporter
 from eyas.stage import Context, Result
@@ -63,7 +63,7 @@ def settings(config: RunConfig, spec: TargetSpec) -> dict[str, Any]:
 
 def work(context: Context) -> Result:
     config, spec, folder = context.config, context.spec, context.folder
-    chat = load_chat(spec, config.target.trust_remote_code)
+    chat = load_chat(spec, config.target.trust_remote_code, config.data.chat_template_kwargs)
     counts: Counter[str] = Counter()
     conversations, num_bad = _read(config, context.reporter)
     turn = empty_turn(chat) if config.data.synthesize else None  # before the target is loaded, which may take long
@@ -180,7 +180,7 @@ def _rows(conversation: Conversation, chat: Chat, max_length: int, counts: Count
         dropped["the chat template refuses its prompt"] += 1
         return
     try:
-        rows = chat.rows(conversation.messages)
+        rows = chat.rows(conversation.messages, conversation.frame)
     except Unrenderable as reason:
         dropped[str(reason)] += 1
         return
@@ -236,9 +236,10 @@ def _write(folder: Path, rows: list[PreparedRow], lines: list[dict[str, Any]]) -
 def _write_prompts(folder: Path, conversations: list[Conversation]) -> None:
     prompts = []
     for conversation in conversations:
-        turn = next((message["content"] for message in conversation.messages if message["role"] == "user"), None)
-        if turn is not None:
-            prompts.append({"id": conversation.id, "category": conversation.category or "held out", "turns": [turn]})
+        if opening := up_to_first_user(conversation.messages):
+            prompt = {"id": conversation.id, "category": conversation.category or "held out", "messages": opening}
+            frame = {"tools": conversation.frame.tools, "chat_template_kwargs": conversation.frame.template_kwargs}
+            prompts.append({**prompt, **{key: value for key, value in frame.items() if value}})
     write_bytes(folder / PROMPTS, "".join(json.dumps(prompt) + "\n" for prompt in prompts).encode())
 
 

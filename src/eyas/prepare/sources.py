@@ -8,16 +8,19 @@ row is told by its keys:
     instruction, input?, output?     Alpaca
     prompt, completion? / response?  one user turn, and its answer
     turns                            several user turns
+
+Beside them may stand id, category, tools and chat_template_kwargs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,17 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 
 
 @dataclass(frozen=True)
+class Frame:
+    """What a chat template is given beside the messages: the tools on offer, and its own switches."""
+
+    tools: list[Any] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+PLAIN = Frame()
+
+
+@dataclass(frozen=True)
 class Conversation:
     """`messages` in the OpenAI form; an assistant message whose content is None is one that the target is to write."""
 
@@ -42,6 +56,7 @@ class Conversation:
     where: str  # file and line, for messages to the user; "synthesized" if the target wrote the user turn
     category: str = ""
     form: str = "messages"  # what its row looked like
+    frame: Frame = PLAIN
 
 
 def data_files(names: list[str]) -> list[str]:
@@ -126,7 +141,19 @@ def _conversation(line: Any, where: str) -> Conversation:
     for key, value in (("id", name), ("category", category)):
         if not _encodable(value):
             raise UserError(f"{where}: {key} holds a lone surrogate, half a character. Mend the row.")
-    return Conversation(name, messages, where, category, form)
+    frame = Frame(_of_type(row, "tools", list, where) or None, _of_type(row, "chat_template_kwargs", dict, where) or {})
+    return Conversation(name, messages, where, category, form, frame)
+
+
+def _of_type(row: dict[str, Any], key: str, kind: type, where: str) -> Any:
+    """The row's value under `key`, which may also be that value as JSON text; None if it has none."""
+    value = row.get(key)
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if value is not None and not isinstance(value, kind):
+        raise UserError(f"{where}: {key} is {type(value).__name__}; it must be {'a list' if kind is list else 'an object'}.")
+    return value
 
 
 def _encodable(text: str) -> bool:
@@ -140,6 +167,11 @@ def _encodable(text: str) -> bool:
 def is_open(message: Message) -> bool:
     """Whether the target is to write this message; one that calls a tool has no text and is complete."""
     return message["role"] == "assistant" and message["content"] is None and not message.get("tool_calls")
+
+
+def up_to_first_user(messages: list[Message]) -> list[Message]:
+    """The messages up to the first user turn with it; none if there is no such turn."""
+    return next((messages[: j + 1] for j, message in enumerate(messages) if message["role"] == "user"), [])
 
 
 def _messages(row: dict[str, Any], where: str) -> tuple[str, list[Message]]:

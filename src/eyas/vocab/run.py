@@ -34,7 +34,7 @@ def settings(config: RunConfig, spec: TargetSpec) -> dict[str, Any]:
 def work(context: Context) -> Result:
     size = draft_vocab_size(context.config, context.spec)
     rows = read_rows(context.run_folder / "prepare")
-    chat = load_chat(context.spec, context.config.target.trust_remote_code)
+    chat = load_chat(context.spec, context.config.target.trust_remote_code, context.config.data.chat_template_kwargs)
     forced = sorted({token for token in [*chat.stop_ids, *chat.tokenizer.all_special_ids] if token < context.spec.vocab_size})
     if len(forced) > size:
         raise UserError(
