@@ -23,7 +23,7 @@ from eyas.features.reader import FeatureReader
 from eyas.features.shard import FeatureRow
 from eyas.pipeline import Run
 from eyas.prepare.chat import load_chat
-from eyas.prepare.run import read_rows
+from eyas.prepare.rows import read_rows
 from eyas.target.embeddings import TargetHead, read_head
 from eyas.target.engine import Sampling, keep_freed_memory, resolve_device, resolve_dtype
 from eyas.target.transformers_engine import TransformersEngine

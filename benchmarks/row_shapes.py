@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from eyas.prepare.run import read_rows
+from eyas.prepare.rows import read_rows
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from eyas.config import load
 from eyas.draft.init import new_draft
 from eyas.features.reader import FeatureReader
 from eyas.pipeline import Run
-from eyas.prepare.run import read_rows
+from eyas.prepare.rows import read_rows
 from eyas.target.embeddings import read_head
 from eyas.target.engine import keep_freed_memory, resolve_device, resolve_dtype
 from eyas.train.loss import Teacher

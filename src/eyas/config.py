@@ -98,7 +98,10 @@ class DataSection(Section):
         description="Switches of the target's chat template, for example `{ enable_thinking = false }`: as the server will be asked. Used for answers, "
         "rows and evaluation. A data row may bring its own under the same name.",
     )
-    max_length: int = Field(2048, ge=8, description="Tokens; longer rows are cut here. Memory of extraction and training grows with it.")
+    max_length: int = Field(2048, ge=8, description="Tokens of the longest row. Memory of extraction and training grows with it.")
+    too_long: Literal["clip", "drop"] = Field(
+        "clip", description="What becomes of a longer row: cut at `max_length`, without a false end of turn, or left out. Both are counted."
+    )
     holdout: float = Field(0.03, ge=0.0, lt=1.0, description="Share of the conversations kept out of training, to choose the best checkpoint on.")
 
 

@@ -27,7 +27,7 @@ from eyas.errors import UserError
 from eyas.features.audit import audit
 from eyas.features.index import REPAIR
 from eyas.features.stream import streams
-from eyas.prepare.run import read_rows
+from eyas.prepare.rows import read_rows
 from eyas.progress import Reporter, clock
 from eyas.stage import Context, Stage
 from eyas.target.spec import TargetSpec, read_spec

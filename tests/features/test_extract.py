@@ -23,7 +23,7 @@ from eyas.features.index import ShardEntry
 from eyas.features.reader import FeatureReader
 from eyas.features.shard import FeatureRow, OpenShard
 from eyas.pipeline import Run
-from eyas.prepare.run import read_rows
+from eyas.prepare.rows import read_rows
 from eyas.target.engine import Filled
 from eyas.target.spec import read_spec
 from eyas.target.transformers_engine import TransformersEngine, batches
@@ -217,7 +217,7 @@ def test_a_row_with_a_token_that_the_target_does_not_have_is_left_out_and_counte
     spec = read_spec(tiny_target)
     row = read_rows(run.folder / "prepare")[0]
     assert eyas.features.capture._refused(row, spec) is None
-    beyond = replace(row, tokens=torch.cat([row.tokens[:-1], torch.tensor([spec.vocab_size], dtype=torch.int32)]))
+    beyond = replace(row, columns=(torch.tensor([5, spec.vocab_size], dtype=torch.int32), torch.ones(2, dtype=torch.bool)), start=0, end=2)
     assert "outside the target's vocabulary" in (eyas.features.capture._refused(beyond, spec) or "")
 
 

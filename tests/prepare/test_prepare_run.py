@@ -14,7 +14,7 @@ from eyas.artifact import read_manifest
 from eyas.config import load
 from eyas.errors import UserError
 from eyas.pipeline import Run
-from eyas.prepare.run import PROMPTS, PreparedRow, read_rows
+from eyas.prepare.rows import PROMPTS, PreparedRow, read_rows
 
 
 def prepare(folder: Path, target: Path, rows: list[dict[str, Any]], **data: Any) -> tuple[list[PreparedRow], dict[str, Any], Path]:

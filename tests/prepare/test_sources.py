@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.errors import UserError
-from eyas.prepare.sources import Conversation, data_files, read_conversations, with_open_answers
+from eyas.prepare.sources import Conversation, conversation_of, data_files, raw_rows, read_conversations, with_open_answers
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 OPEN = {"role": "assistant", "content": None}
@@ -127,12 +127,15 @@ def test_an_empty_folder_a_pattern_that_matches_nothing_and_a_dead_link_are_name
             list(read_conversations([str(tmp_path / name)]))
 
 
-def test_bad_rows_are_given_back_with_file_and_line_if_a_list_is_given(tmp_path: Path) -> None:
-    path = tmp_path / "data.jsonl"
-    path.write_text('{"prompt": "a"}\nnonsense\n{"prompt": "b"}\n{"what": 1}\n')
-    bad: list[str] = []
-    assert [c.messages[0]["content"] for c in read_conversations([str(path)], bad)] == ["a", "b"]
-    assert [sentence.partition(" ")[0] for sentence in bad] == [f"{path}:2", f"{path}:4"]
+def test_rows_come_as_they_stand_with_file_and_line_and_what_they_take_of_the_file(tmp_path: Path) -> None:
+    lines = '{"prompt": "a"}\nnonsense\n\n{"prompt": "b"}\n'
+    for path in (tmp_path / "data.jsonl", tmp_path / "data.jsonl.gz"):
+        path.write_bytes(gzip.compress(lines.encode()) if path.suffix == ".gz" else lines.encode())
+        rows = list(raw_rows([str(path)]))
+        assert [row.where for row in rows] == [f"{path}:{number}" for number in (1, 2, 4)]
+        assert rows[1].data == b"nonsense\n" and sum(row.size for row in rows) == path.stat().st_size
+        with pytest.raises(UserError, match=f"{path.name}:2 is not JSON"):
+            list(read_conversations([str(path)]))
 
 
 def test_blank_lines_are_passed_over_and_line_numbers_stay_true(tmp_path: Path) -> None:
@@ -200,11 +203,9 @@ def test_a_missing_and_an_empty_file_are_named(tmp_path: Path) -> None:
 
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
 def test_any_json_is_a_conversation_or_a_user_error(value: Any) -> None:
-    from eyas.prepare.sources import _conversation
-
     for row in (value, {"messages": value}, {"messages": [value]}, {"turns": value}, {"prompt": value}):
         try:
-            found = _conversation(json.dumps(row).encode(), "data.jsonl:1")
+            found = conversation_of(json.dumps(row).encode(), "data.jsonl:1")
         except UserError as error:
             assert "data.jsonl:1" in str(error)
         else:

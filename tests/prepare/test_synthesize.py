@@ -22,7 +22,7 @@ from eyas.errors import UserError
 from eyas.pipeline import Run
 from eyas.prepare.ask import FILE, Asker, Writer
 from eyas.prepare.chat import Chat, load_chat
-from eyas.prepare.run import PROMPTS, read_rows
+from eyas.prepare.rows import PROMPTS, read_rows
 from eyas.prepare.synthesize import SENTINEL, EmptyTurn, Synthesis, empty_turn, synthesize
 from eyas.progress import Reporter
 from eyas.target.engine import Answer, Sampling

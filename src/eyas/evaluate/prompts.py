@@ -9,7 +9,7 @@ import torch
 
 from eyas.errors import UserError
 from eyas.prepare.chat import Chat
-from eyas.prepare.run import read_rows
+from eyas.prepare.rows import read_rows
 from eyas.prepare.sources import read_conversations, up_to_first_user
 
 

@@ -18,7 +18,7 @@ from eyas.evaluate.report import report
 from eyas.evaluate.served import serve_passes, simulate_passes, summarise
 from eyas.export.check import load_export
 from eyas.prepare.chat import load_chat
-from eyas.prepare.run import PROMPTS
+from eyas.prepare.rows import PROMPTS
 from eyas.prepare.sources import source_hashes
 from eyas.stage import Context, Result
 from eyas.target.engine import resolve_device, resolve_dtype

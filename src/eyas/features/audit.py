@@ -17,8 +17,7 @@ from eyas.artifact import read_json
 from eyas.errors import UserError
 from eyas.features.index import READERS, ShardEntry, fault_of, read_index
 from eyas.features.run import LOST
-from eyas.prepare.chat import Row
-from eyas.prepare.run import row_key
+from eyas.prepare.rows import row_key
 
 
 @dataclass
@@ -67,11 +66,11 @@ def audit(folder: Path, wanted: list[str], advance: Callable[[int], None]) -> Au
 def _wrong_row(folder: Path, entry: ShardEntry) -> str | None:
     """A file can be whole and yet hold other rows than it says, if what wrote it was at fault."""
     with safe_open(folder / entry.file, "pt") as file:
-        tokens, supervised = file.get_tensor("tokens"), file.get_tensor("supervised")
+        tokens, supervised = (file.get_tensor(name).numpy() for name in ("tokens", "supervised"))
     start = 0
     for number, (key, length) in enumerate(zip(entry.keys, entry.lengths, strict=True)):
         part = slice(start, start + length)
-        if row_key(Row(tokens[part].tolist(), supervised[part].tolist())) != key:
+        if row_key(tokens[part], supervised[part]).hex() != key:
             return f"holds other tokens in row {number} than its key says"
         start += length
     return None

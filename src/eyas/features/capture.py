@@ -21,7 +21,7 @@ from eyas.features.disk import with_room
 from eyas.features.index import enter, next_number
 from eyas.features.shard import OpenShard, finish, open_shard
 from eyas.features.verify import TOLERANCE, capture_error, prove_capture
-from eyas.prepare.run import PreparedRow
+from eyas.prepare.rows import PreparedRow
 from eyas.progress import Reporter, Task
 from eyas.target.embeddings import TargetHead, read_head
 from eyas.target.engine import Filled, TargetEngine, open_engine, resolve_device, resolve_dtype

@@ -16,7 +16,7 @@ from eyas.features.capture import Capturer, captured_from, reasons, token_bytes
 from eyas.features.disk import require_room
 from eyas.features.index import INDEX, open_index
 from eyas.features.stream import streams
-from eyas.prepare.run import PreparedRow, read_rows
+from eyas.prepare.rows import PreparedRow, read_rows
 from eyas.stage import Context, Result
 from eyas.target.spec import TargetSpec
 

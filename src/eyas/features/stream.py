@@ -20,7 +20,7 @@ from eyas.features.capture import Capturer, captured_from, reasons, shard_size, 
 from eyas.features.index import open_index
 from eyas.features.reader import FeatureReader
 from eyas.features.shard import FeatureRow
-from eyas.prepare.run import PreparedRow
+from eyas.prepare.rows import PreparedRow
 from eyas.progress import Reporter
 from eyas.target.engine import resolve_device
 from eyas.target.spec import TargetSpec

@@ -26,6 +26,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from eyas.errors import UserError
+from eyas.prepare.encode import Encoder
 from eyas.prepare.sources import PLAIN, Frame, Message, is_open
 from eyas.target.spec import TargetSpec
 
@@ -50,14 +51,13 @@ class Chat:
         self.tokenizer = tokenizer
         self.stop_ids = frozenset(stop_ids) | ({tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else frozenset())
         self.template_kwargs = template_kwargs or {}
+        self.encoder = Encoder(tokenizer)
 
     def text(self, messages: list[Message], generation_prompt: bool, frame: Frame = PLAIN) -> str:
         return self._rendered([self._plain(message, number) for number, message in enumerate(messages)], generation_prompt, frame)
 
     def ids(self, text: str) -> list[int]:
-        # The template writes all special tokens itself; letting the tokenizer add its own would double the first.
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return self.encoder.ids(text)
 
     def decode(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

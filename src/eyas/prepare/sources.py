@@ -79,34 +79,46 @@ def data_files(names: list[str]) -> list[str]:
     return files
 
 
-def read_conversations(names: list[str], bad: list[str] | None = None) -> Iterator[Conversation]:
-    """Raises UserError for a file that is missing, empty or cannot be read. A row that is no conversation goes to `bad`, as a sentence with file and line;
-    without such a list it is raised as UserError."""
+@dataclass(frozen=True)
+class RawRow:
+    """where: file and line. data: the line, or what was parsed from a JSON list. size: bytes of the file that were read for it."""
+
+    where: str
+    data: Any
+    size: int
+
+
+def read_conversations(names: list[str]) -> Iterator[Conversation]:
+    """Raises UserError for a file that is missing, empty or cannot be read, and for a row that is no conversation."""
+    for row in raw_rows(names):
+        yield conversation_of(row.data, row.where)
+
+
+def raw_rows(names: list[str]) -> Iterator[RawRow]:
+    """Raises UserError for a file that is missing, empty or cannot be read."""
     for path in data_files(names):
         rows = 0
-        for where, row in _rows(path):
+        for row in _raw_rows(path):
             rows += 1
-            try:
-                yield _conversation(row, where)
-            except UserError as error:
-                if bad is None:
-                    raise
-                bad.append(str(error))
+            yield row
         if rows == 0:
             raise UserError(f"{path} is empty. Give a JSONL file with one conversation or prompt a line.")
 
 
-def _rows(path: str) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
-    """(file and line, the line) of each row; of a JSON file that holds a list (file and number, the row)."""
+def _raw_rows(path: str) -> Iterator[RawRow]:
     try:
-        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+        with open(path, "rb") as on_disk, gzip.GzipFile(fileobj=on_disk) if path.endswith(".gz") else on_disk as file:
             if path.removesuffix(".gz").endswith(".json") and (listed := _listed(file.read())) is not None:
-                yield from ((f"{path}[{number}]", row) for number, row in enumerate(listed))
+                size = on_disk.tell() // max(1, len(listed))
+                yield from (RawRow(f"{path}[{number}]", row, size) for number, row in enumerate(listed))
                 return
             file.seek(0)
+            before = 0
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield f"{path}:{number}", line
+                    at = on_disk.tell()
+                    yield RawRow(f"{path}:{number}", line, at - before)
+                    before = at
     except IsADirectoryError:
         raise UserError(f"{path} is a folder; name the files in it.") from None
     except FileNotFoundError:
@@ -128,7 +140,8 @@ def _listed(data: bytes) -> list[Any] | None:
     return found if isinstance(found, list) else None
 
 
-def _conversation(line: Any, where: str) -> Conversation:
+def conversation_of(line: Any, where: str) -> Conversation:
+    """A line of JSON, or what was parsed from one, as a conversation. Raises UserError, with `where`, for one that is none."""
     try:
         row = json.loads(line) if isinstance(line, bytes) else line
     except (ValueError, RecursionError) as error:  # RecursionError: a hundred thousand brackets

@@ -13,7 +13,7 @@ from eyas.errors import UserError
 from eyas.features.reader import FeatureReader
 from eyas.features.run import rows_with_features
 from eyas.features.stream import StreamedFeatures, streams
-from eyas.prepare.run import read_rows
+from eyas.prepare.rows import read_rows
 from eyas.stage import Context, Result
 from eyas.target.embeddings import read_head
 from eyas.target.engine import resolve_device, resolve_dtype

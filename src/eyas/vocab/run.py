@@ -15,7 +15,7 @@ from eyas.artifact import hash_file, write_tensors
 from eyas.config import RunConfig
 from eyas.errors import UserError
 from eyas.prepare.chat import load_chat
-from eyas.prepare.run import PreparedRow, read_rows
+from eyas.prepare.rows import PreparedRow, read_rows
 from eyas.stage import Context, Result
 from eyas.target.spec import TargetSpec
 from eyas.vocab.mapping import choose_ids
