@@ -1,0 +1,112 @@
+"""Many conversations are rendered by other processes: the rows and their order are those of one process, and no process outlives its parent."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import SOURCE, write_run
+
+import eyas.prepare.render
+from eyas.artifact import read_manifest
+from eyas.config import load
+from eyas.errors import UserError
+from eyas.pipeline import Run
+from eyas.prepare.rows import LINES, PROMPTS, ROWS, read_rows
+
+
+def numbered(number: int) -> dict[str, Any]:
+    messages = [{"role": "user", "content": f"question {number}"}, {"role": "assistant", "content": f"answer {number * number}"}]
+    return {"id": f"n{number}", "messages": messages}
+
+
+def prepared(folder: Path, target: Path, rows: list[dict[str, Any]], **data: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    run = Run(load(write_run(folder, target, rows, data=data), []))
+    run.only("prepare")
+    return run.folder / "prepare"
+
+
+def test_other_processes_make_the_rows_of_one(tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = [numbered(n) for n in range(700)]  # more than two chunks
+    data[300:300] = [{"what": 1}, {"prompt": "to be answered"}, numbered(5)]
+    alone = prepared(tmp_path / "alone", tiny_target, data)
+    monkeypatch.setattr(eyas.prepare.render, "ALONE_BYTES", 0)
+    many = prepared(tmp_path / "many", tiny_target, data)
+    assert (alone / ROWS).read_bytes() == (many / ROWS).read_bytes()
+    assert (alone / PROMPTS).read_bytes() == (many / PROMPTS).read_bytes()
+    assert (alone / LINES).read_text().replace("/alone/", "/many/") == (many / LINES).read_text()
+    first, second = read_manifest(alone), read_manifest(many)
+    assert first and second and first.counts == second.counts
+    assert (first.counts["bad_rows"], first.counts["dropped"]["duplicate"], first.counts["answers_cut"]) == (1, 1, 1)
+    assert sorted(path.name for path in many.iterdir() if path.suffix in (".part", ".tmp")) == []
+
+
+def test_a_process_that_dies_is_a_sentence(tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eyas.prepare.render, "ALONE_BYTES", 0)
+    monkeypatch.setattr(eyas.prepare.render, "_outcomes", _die)
+    with pytest.raises(UserError, match="died"):
+        prepared(tmp_path, tiny_target, [numbered(n) for n in range(10)])
+
+
+def _die(chunk: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_no_process_outlives_one_that_was_killed(tmp_path: Path, tiny_target: Path) -> None:
+    path = write_run(tmp_path, tiny_target, [numbered(n) for n in range(200_000)])
+    process = subprocess.Popen([sys.executable, "-m", "eyas.cli", "prepare", str(path)], env={**os.environ, "PYTHONPATH": SOURCE}, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    while not (children := children_of(process.pid)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert children
+    time.sleep(3.0)  # for them to begin
+    children = children_of(process.pid)
+    process.kill()
+    process.wait()
+    while any(alive(pid) for pid in children) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert not [pid for pid in children if alive(pid)]
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_prompt_asked_in_training_is_no_held_out_one_whatever_its_id_case_and_spaces(tmp_path: Path, tiny_target: Path) -> None:
+    data = [numbered(n) for n in range(60)]
+    again = [{**row, "id": f"again {n}", "messages": [{"role": "user", "content": f"  Question  {n} "}, row["messages"][1]]} for n, row in enumerate(data)]
+    out = prepared(tmp_path, tiny_target, data + again, holdout=0.3)
+    rows = [json.loads(line) for line in (out / LINES).read_text().splitlines()]
+    assert [row["holdout"] for row in rows] == [row.holdout for row in read_rows(out)]
+    side = {row["conversation"]: row["holdout"] for row in rows}
+    for n in range(60):
+        assert side[f"n{n}"] == side[f"again {n}"]
+    manifest = read_manifest(out)
+    assert manifest and manifest.counts["moved_to_training"] > 0 and any(side.values())
+    asked = [json.loads(line)["id"] for line in (out / PROMPTS).read_text().splitlines()]
+    assert sorted(asked) == sorted(name for name, held in side.items() if held)
+
+
+def test_a_row_that_is_too_long_is_left_out_if_it_is_to_be(tmp_path: Path, tiny_target: Path) -> None:
+    long = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "cat " * 100}]}
+    out = prepared(tmp_path, tiny_target, [long, numbered(1)], too_long="drop", max_length=40, holdout=0.0)
+    manifest = read_manifest(out)
+    assert manifest and manifest.counts["dropped"] == {"longer than data.max_length": 1} and len(read_rows(out)) == 1
