@@ -131,6 +131,16 @@ def verify(
 
 
 @app.command()
+def inspect(
+    run_file: RunFile,
+    row: Annotated[str, typer.Argument(metavar="ROW", help="Its number from 0, the beginning of its key, or its conversation's id.")],
+    overrides: Overrides = None,
+) -> None:
+    """One prepared row: where it comes from, its text with what is supervised, the size of its features."""
+    _run(run_file, overrides, lambda work: Console(soft_wrap=True, highlight=False).print(work.inspect(row)))
+
+
+@app.command()
 def status(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -67,8 +67,9 @@ class DataSection(Section):
     conversations: list[str] = Field(
         default_factory=list,
         description="JSONL or JSON files, also with .gz, folders of them, patterns such as `chats/*.jsonl`. A row holds `messages` (OpenAI form), "
-        "`conversations` (ShareGPT), `instruction` with `input` and `output` (Alpaca), `prompt` (one user turn) with or without `completion`, or `turns` "
-        "(several user turns). Up to 1% of the rows may be none of these; they are named and left out. May be empty if `synthesize` is not 0.",
+        "`conversations` (ShareGPT), `instruction` with `input` and `output` (Alpaca), `prompt` (one user turn) with or without `completion`, `turns` "
+        "(several user turns), or `input_ids` with `loss_mask` or `labels`. Up to 1% of the rows may be none of these; they are named and left out. May be "
+        "empty if `synthesize` is not 0.",
     )
     synthesize: int = Field(
         0,

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 import eyas.evaluate.run
 import eyas.export.run
 import eyas.features.run
@@ -25,9 +27,12 @@ from eyas.config import RunConfig
 from eyas.draft.shape import draft_shape
 from eyas.errors import UserError
 from eyas.features.audit import audit
+from eyas.features.capture import captured_from
 from eyas.features.index import REPAIR
 from eyas.features.stream import streams
+from eyas.prepare.chat import load_chat
 from eyas.prepare.rows import read_rows
+from eyas.prepare.show import described
 from eyas.progress import Reporter, clock
 from eyas.stage import Context, Stage
 from eyas.target.spec import TargetSpec, read_spec
@@ -83,6 +88,14 @@ class Run:
                 self.do(stage, stale)
             else:
                 self.reporter.say(f"{self.folder / stage.folder} is done for these settings; nothing to do.")
+
+    def inspect(self, row: str) -> Text:
+        """All that is known of a prepared row. Raises UserError if there is no such row."""
+        if read_manifest(self.folder / "prepare") is None:
+            raise UserError(f"{self.folder / 'prepare'} is not finished. Run `eyas prepare` first.")
+        chat = load_chat(self.spec, self.config.target.trust_remote_code, self.config.data.chat_template_kwargs)
+        layers = captured_from(self.config, self.spec)["features"]["layers"]
+        return described(self.folder, row, chat, [*layers, self.spec.num_layers])
 
     def verify(self, repair: bool) -> None:
         """Reads the feature store through; with `repair`, captures anew what is damaged or missing. Raises UserError if anything stays wrong."""

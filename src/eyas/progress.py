@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
+from rich.text import Text
 
 from eyas.artifact import read_json
 
@@ -32,6 +33,11 @@ class Reporter:
     def say(self, line: str) -> None:
         self.console.print(line, markup=False)
         self.note(line)
+
+    def show(self, text: Text) -> None:
+        """Something to read, with its colours on a terminal."""
+        self.console.print(text)
+        self.note(text.plain)
 
     def note(self, line: str) -> None:
         """Writes to the log file alone."""

@@ -110,3 +110,38 @@ def test_a_row_that_is_too_long_is_left_out_if_it_is_to_be(tmp_path: Path, tiny_
     out = prepared(tmp_path, tiny_target, [long, numbered(1)], too_long="drop", max_length=40, holdout=0.0)
     manifest = read_manifest(out)
     assert manifest and manifest.counts["dropped"] == {"longer than data.max_length": 1} and len(read_rows(out)) == 1
+
+
+def test_rows_that_are_tokens_already_are_taken_as_they_are(tmp_path: Path, tiny_target: Path) -> None:
+    data = [
+        {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]},
+        {"input_ids": [5, 6, 7, 9], "labels": [-100, -100, 7, 9]},
+        {"input_ids": [5, 6, 7, 10], "loss_mask": [0, 0, 0, 1]},  # one alone teaches nothing
+    ]
+    rows = read_rows(prepared(tmp_path, tiny_target, data, holdout=0.0))
+    assert [(row.tokens.tolist(), row.supervised.tolist()) for row in rows] == [([5, 6, 7, last], [False, False, True, True]) for last in (8, 9)]
+    for bad, says in (
+        ({"input_ids": [1, 2], "loss_mask": [1]}, "as long as"),
+        ({"input_ids": [1, 2], "labels": [2, -100]}, "not shifted"),
+        ({"input_ids": [1, "a"], "loss_mask": [1, 1]}, "token ids"),
+        ({"input_ids": [1, 2], "loss_mask": [1, 2]}, "0 and 1"),
+    ):
+        with pytest.raises(UserError, match=says):
+            prepared(tmp_path / says[:3], tiny_target, [bad])
+
+
+def test_three_rows_are_shown_and_any_row_can_be_inspected(tmp_path: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = prepared(tmp_path, tiny_target, [numbered(n) for n in range(12)], holdout=0.3)
+    said = capsys.readouterr().err
+    assert said.count("--- row") == 3 and "«answer 0<|im_end|>»" in said.replace("\n", "")
+    run = Run(load(tmp_path / "run.toml", []))
+    row = read_rows(out)[4]
+    for name in ("4", "n4", row.key, row.key[:8]):
+        text = run.inspect(name).plain
+        assert "question 4" in text and "«answer 16<|im_end|>»" in text and "no features are stored" in text and "data.jsonl:5" in text
+    with pytest.raises(UserError, match="no row nobody"):
+        run.inspect("nobody")
+    run.up_to("extract")
+    lines = run.inspect("4").plain.splitlines()
+    norms = {line.split()[1]: [float(size) for size in line.split()[2:]] for line in lines if line.startswith("  layer")}
+    assert list(norms) == ["1", "3", "5", "6"] and all(0 < least <= median <= most for least, median, most in norms.values())

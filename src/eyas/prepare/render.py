@@ -24,7 +24,7 @@ import xxhash
 
 from eyas.config import DataSection, RunConfig
 from eyas.errors import UserError
-from eyas.prepare.chat import Chat, Unrenderable, load_chat
+from eyas.prepare.chat import Chat, Row, Unrenderable, load_chat
 from eyas.prepare.sources import Conversation, RawRow, conversation_of, data_files, is_open, raw_rows, up_to_first_user, with_open_answers
 from eyas.progress import Task
 from eyas.target.spec import TargetSpec
@@ -104,11 +104,11 @@ def render(conversation: Conversation, chat: Chat, data: DataSection) -> Rendere
     # Case and spaces do not make another question.
     asked_hash = None if asked is None else xxhash.xxh3_64_intdigest(" ".join(asked.casefold().split()).encode())
     found = Rendered(conversation.id, conversation.where, conversation.form, asked_hash, prompt, users=users)
-    if not any(message["role"] == "assistant" for message in conversation.messages):
+    if not conversation.tokens and not any(message["role"] == "assistant" for message in conversation.messages):
         found.dropped.append("the chat template refuses its prompt")
         return found
     try:
-        rows = chat.rows(conversation.messages, conversation.frame)
+        rows = [Row(*conversation.tokens)] if conversation.tokens else chat.rows(conversation.messages, conversation.frame)
     except Unrenderable as reason:
         found.dropped.append(str(reason))
         return found

@@ -21,6 +21,7 @@ from eyas.prepare.chat import Chat, load_chat
 from eyas.prepare.regenerate import count_open, write_answers
 from eyas.prepare.render import Bad, Rendered, render, render_files
 from eyas.prepare.rows import ROWS, RowsWriter
+from eyas.prepare.show import sample
 from eyas.prepare.sources import Conversation, data_files, source_hashes
 from eyas.prepare.synthesize import EmptyTurn, Synthesis, empty_turn, synthesize
 from eyas.progress import Reporter
@@ -92,6 +93,7 @@ def work(context: Context) -> Result:
         f"prepare: {counts['conversations']:,} conversations -> {counts['rows']:,} rows ({counts['holdout_rows']:,} held out), {counts['tokens']:,} tokens, "
         f"{share:.0%} supervised; {counts['clipped']:,} clipped, {sum(dropped.values()):,} dropped{_reasons(dropped)}"
     )
+    reporter.show(sample(folder, chat))
     manifest: dict[str, Any] = {**counts, "dropped": dict(dropped)}
     if synthesis.tried:
         manifest["synthesized"] = {"tried": synthesis.tried, "usable": len(synthesis.conversations), "dropped": dict(synthesis.dropped)}

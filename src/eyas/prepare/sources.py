@@ -8,6 +8,7 @@ row is told by its keys:
     instruction, input?, output?     Alpaca
     prompt, completion? / response?  one user turn, and its answer
     turns                            several user turns
+    input_ids, loss_mask / labels    tokens already: 1 or true where the draft is to learn, or the token itself and -100 elsewhere
 
 Beside them may stand id, category, tools and chat_template_kwargs.
 """
@@ -57,6 +58,7 @@ class Conversation:
     category: str = ""
     form: str = "messages"  # what its row looked like
     frame: Frame = PLAIN
+    tokens: tuple[list[int], list[bool]] | None = None  # with what is supervised, instead of messages
 
 
 def data_files(names: list[str]) -> list[str]:
@@ -148,14 +150,31 @@ def conversation_of(line: Any, where: str) -> Conversation:
         raise UserError(f"{where} is not JSON: {error}. Each line must be one JSON object.") from None
     if not isinstance(row, dict):
         raise UserError(f"{where} holds {type(row).__name__}, not an object. A row has messages, prompt or turns.")
-    form, messages = _messages(row, where)
-    name = str(row["id"]) if row.get("id") is not None else hash_json(messages)[:16]
+    tokens = _tokens(row, where) if "input_ids" in row else None
+    form, messages = ("input_ids", []) if tokens else _messages(row, where)
+    name = str(row["id"]) if row.get("id") is not None else hash_json(tokens or messages)[:16]
     category = str(row.get("category") or "")
     for key, value in (("id", name), ("category", category)):
         if not _encodable(value):
             raise UserError(f"{where}: {key} holds a lone surrogate, half a character. Mend the row.")
     frame = Frame(_of_type(row, "tools", list, where) or None, _of_type(row, "chat_template_kwargs", dict, where) or {})
-    return Conversation(name, messages, where, category, form, frame)
+    return Conversation(name, messages, where, category, form, frame, tokens)
+
+
+def _tokens(row: dict[str, Any], where: str) -> tuple[list[int], list[bool]]:
+    ids, mask, labels = row["input_ids"], row.get("loss_mask"), row.get("labels")
+    if not isinstance(ids, list) or not ids or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
+        raise UserError(f"{where}: input_ids must be a list of token ids.")
+    given = labels if mask is None else mask
+    if not isinstance(given, list) or len(given) != len(ids):
+        raise UserError(f"{where}: beside input_ids, loss_mask or labels must stand, as long as they are ({len(ids):,}).")
+    if mask is not None:
+        if any(value not in (0, 1) for value in mask):
+            raise UserError(f"{where}: loss_mask must hold 0 and 1.")
+        return ids, [bool(value) for value in mask]
+    if any(label not in (-100, token) for label, token in zip(given, ids, strict=True)):
+        raise UserError(f"{where}: labels must be the input_ids themselves, not shifted, and -100 where nothing is to be learnt.")
+    return ids, [label != -100 for label in given]
 
 
 def _of_type(row: dict[str, Any], key: str, kind: type, where: str) -> Any:
@@ -253,11 +272,13 @@ def _each_answered(turns: Any, where: str) -> list[Message]:
 
 
 def with_open_answers(conversation: Conversation, regenerate: str) -> Conversation:
-    """Marks the answers that the target is to write: as data.regenerate says.
+    """Marks the answers that the target is to write: as data.regenerate says. Tokens stay as they are.
 
     Raises UserError if it is "never" and there is no answer at all.
     """
     messages = list(conversation.messages)
+    if conversation.tokens:
+        return conversation
     if regenerate == "never":
         while messages and (messages[-1]["role"] != "assistant" or is_open(messages[-1])):
             messages.pop()
