@@ -61,12 +61,29 @@ class TargetSection(Section):
     )
 
 
+class SourceSection(Section):
+    """A source with choices of its own, written as a table in the list: `{ path = "chats.parquet", cap = 10000 }`."""
+
+    path: str = Field("", description="A file, a folder or a pattern, as the bare text would be.")
+    hub: str = Field("", description="Instead of `path`: the id of a Hugging Face data set. Needs the `datasets` package; what it has cached is used.")
+    config: str = Field("", description="hub: the configuration's name. Empty: its default.")
+    split: str = Field("train", description="hub: the split.")
+    revision: str = Field("", description="hub: a commit, tag or branch. Empty: the newest.")
+    share: float = Field(1.0, gt=0.0, le=1.0, description="Share of the rows that is taken, chosen by their content.")
+    cap: int | None = Field(None, ge=1, description="Rows taken at most, the first ones.")
+    map: dict[str, str] = Field(
+        default_factory=dict,
+        description='Keys that rows are to have -> where their value stands, dots leading inwards: `{ prompt = "question.text", completion = "reply" }`.',
+    )
+
+
 class DataSection(Section):
     """The conversations that the draft learns from."""
 
-    conversations: list[str] = Field(
+    conversations: list[str | SourceSection] = Field(
         default_factory=list,
-        description="JSONL or JSON files, also with .gz, folders of them, patterns such as `chats/*.jsonl`. A row holds `messages` (OpenAI form), "
+        description="JSONL or JSON files, also with .gz, parquet files (they need the `pyarrow` package), folders of them, patterns such as `chats/*.jsonl`; a "
+        "table (see below) says more. A row holds `messages` (OpenAI form), "
         "`conversations` (ShareGPT), `instruction` with `input` and `output` (Alpaca), `prompt` (one user turn) with or without `completion`, `turns` "
         "(several user turns), or `input_ids` with `loss_mask` or `labels`. Up to 1% of the rows may be none of these; they are named and left out. May be "
         "empty if `synthesize` is not 0.",
@@ -290,6 +307,9 @@ def load(path: Path, overrides: list[str]) -> RunConfig:
             f"{path}: data.conversations names no file and data.synthesize is 0, so there is nothing to learn from. Name JSONL files, or set "
             f"data.synthesize to the number of conversations that the target is to write itself."
         )
+    for source in config.data.conversations:
+        if not isinstance(source, str) and bool(source.path) == bool(source.hub):
+            raise UserError(f"{path}: a table in data.conversations names {'both path and hub' if source.path else 'neither path nor hub'}; give one of them.")
     if config.train.freeze_head and config.draft.init_head != "target":
         raise UserError(
             f'{path}: train.freeze_head leaves the head as it begins, and draft.init_head = "{config.draft.init_head}" begins it with noise. '
@@ -348,6 +368,11 @@ def _with_absolute_paths(config: RunConfig, path: Path) -> RunConfig:
     def absolute(name: str) -> str:
         return str((path.parent / Path(name).expanduser()).resolve())
 
+    def located(source: str | SourceSection) -> str | SourceSection:
+        if isinstance(source, str):
+            return absolute(source)
+        return source.model_copy(update={"path": absolute(source.path)}) if source.path else source
+
     # A path, or the name of a command. Not resolved: what a virtual environment's python links to is another environment's.
     python = config.target.python
     if os.sep in python:
@@ -356,7 +381,7 @@ def _with_absolute_paths(config: RunConfig, path: Path) -> RunConfig:
         update={
             "run": config.run.model_copy(update={"folder": absolute(config.run.folder or f"runs/{path.stem}")}),
             "target": config.target.model_copy(update={"path": absolute(config.target.path), "python": python}),
-            "data": config.data.model_copy(update={"conversations": [absolute(p) for p in config.data.conversations]}),
+            "data": config.data.model_copy(update={"conversations": [located(source) for source in config.data.conversations]}),
             "evaluate": config.evaluate.model_copy(update={"prompts": [absolute(p) for p in config.evaluate.prompts]}),
         }
     )
@@ -372,10 +397,28 @@ def reference() -> str:
     ]
     for section, model in SECTIONS.items():
         lines += ["", f"## [{section}]", "", model.__doc__ or "", "", "| key | type | default | meaning |", "|---|---|---|---|"]
-        for key, field in model.model_fields.items():
-            default = "required" if field.is_required() else f"`{_toml(field.get_default(call_default_factory=True))}`"
-            lines.append(f"| `{key}` | {_type_name(field.annotation)} | {default} | {field.description} |")
+        lines += _described(model)
+        if section == "data":
+            lines += [
+                "",
+                "### An entry of `data.conversations`",
+                "",
+                SourceSection.__doc__ or "",
+                "",
+                "| key | type | default | meaning |",
+                "|---|---|---|---|",
+            ]
+            lines += _described(SourceSection)
     return "\n".join(lines)
+
+
+def _described(model: type[BaseModel]) -> list[str]:
+    """A line for each key."""
+    lines = []
+    for key, field in model.model_fields.items():
+        default = "required" if field.is_required() else f"`{_toml(field.get_default(call_default_factory=True))}`"
+        lines.append(f"| `{key}` | {_type_name(field.annotation)} | {default} | {field.description} |")
+    return lines
 
 
 def _toml(value: Any) -> str:
@@ -395,7 +438,7 @@ def _type_name(annotation: Any) -> str:
     if origin is list:
         return f"list of {_type_name(arguments[0])}"
     if origin in (types.UnionType, typing.Union, Annotated):
-        return _type_name(arguments[0])
+        return "text or table" if SourceSection in arguments else _type_name(arguments[0])
     if origin is dict:
         return "table"
     return {str: "text", int: "integer", float: "number", bool: "`true` or `false`"}[annotation]

@@ -7,12 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import parquet
 
+from eyas.config import SourceSection
 from eyas.errors import UserError
-from eyas.prepare.sources import Conversation, conversation_of, data_files, raw_rows, read_conversations, with_open_answers
+from eyas.prepare.sources import Conversation, conversation_of, data_files, raw_rows, read_conversations, source_hashes, with_open_answers
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 OPEN = {"role": "assistant", "content": None}
@@ -239,3 +242,62 @@ def test_the_read_conversation_is_not_changed_by_opening_it() -> None:
     conversation = Conversation("x", [USER], "data.jsonl:1")
     with_open_answers(conversation, "all")
     assert conversation.messages == [USER]
+
+
+# --- tables in data.conversations -------------------------------------------------------------------------------------------------------------
+
+
+def chats(number: int) -> list[dict[str, Any]]:
+    return [{"id": f"r{n}", "messages": [{"role": "user", "content": f"question {n}"}, {"role": "assistant", "content": f"answer {n}"}]} for n in range(number)]
+
+
+def test_a_parquet_file_holds_the_same_conversations_as_lines_of_json(tmp_path: Path) -> None:
+    rows = chats(600)
+    rows[3]["messages"].append({"role": "tool", "content": "found", "name": "search"})  # in a table every other message has a name too: None
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "table.parquet")
+    lines, table = (list(read_conversations([str(tmp_path / name)])) for name in ("lines.jsonl", "table.parquet"))
+    assert [(c.id, c.messages) for c in lines] == [(c.id, c.messages) for c in table]
+    assert table[599].where == f"{tmp_path / 'table.parquet'}[599]"
+    assert sum(row.size for row in raw_rows([str(tmp_path / "table.parquet")])) <= (tmp_path / "table.parquet").stat().st_size
+    damaged = (tmp_path / "table.parquet").read_bytes()[:-40]
+    (tmp_path / "torn.parquet").write_bytes(damaged)
+    with pytest.raises(UserError, match="no sound parquet file"):
+        list(read_conversations([str(tmp_path / "torn.parquet")]))
+
+
+def test_a_data_set_of_the_hub_is_read_and_named_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder stands for the hub: `datasets` takes either."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats(20)))
+    source = SourceSection(hub=str(folder), cap=5)
+    assert [c.id for c in read_conversations([source])] == ["r0", "r1", "r2", "r3", "r4"]
+    hashes = source_hashes([source], lambda path: path.suffix)
+    assert list(hashes.values()) == [".arrow"] and '"cap":5' in next(iter(hashes))
+    with pytest.raises(UserError, match="cannot be loaded"):
+        list(read_conversations([SourceSection(hub=str(folder), split="nowhere")]))
+
+
+def test_a_share_is_chosen_by_content_and_a_cap_takes_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    lines = [json.dumps(row) + "\n" for row in chats(400)]
+    path.write_text("".join(lines))
+    quarter = {c.id for c in read_conversations([SourceSection(path=str(path), share=0.25)])}
+    path.write_text("".join(reversed(lines)))
+    assert {c.id for c in read_conversations([SourceSection(path=str(path), share=0.25)])} == quarter and 70 < len(quarter) < 130
+    assert [c.id for c in read_conversations([SourceSection(path=str(path), cap=2), SourceSection(path=str(path), share=0.25, cap=1)])][:2] == ["r399", "r398"]
+
+
+def test_a_map_finds_values_wherever_they_stand_and_a_row_without_them_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"question": {"text": "why"}, "reply": "so", "n": 7}\n{"other": 1}\n')
+    source = SourceSection(path=str(path), map={"prompt": "question.text", "completion": "reply", "id": "n"})
+    rows = raw_rows([source])
+    first = next(rows)
+    found = conversation_of(first.data, first.where)
+    assert (found.id, [m["content"] for m in found.messages]) == ("7", ["why", "so"])
+    second = next(rows)
+    with pytest.raises(UserError, match=r"data.jsonl:2 has no keys"):
+        conversation_of(second.data, second.where)

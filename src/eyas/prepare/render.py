@@ -16,7 +16,6 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ import xxhash
 from eyas.config import DataSection, RunConfig
 from eyas.errors import UserError
 from eyas.prepare.chat import Chat, Row, Unrenderable, load_chat
-from eyas.prepare.sources import Conversation, RawRow, conversation_of, data_files, is_open, raw_rows, up_to_first_user, with_open_answers
+from eyas.prepare.sources import Conversation, RawRow, bytes_of, conversation_of, is_open, raw_rows, up_to_first_user, with_open_answers
 from eyas.progress import Task
 from eyas.target.spec import TargetSpec
 
@@ -61,7 +60,8 @@ def render_files(config: RunConfig, spec: TargetSpec, chat: Chat, task: Task) ->
     """Raises UserError for a file that is missing, empty or cannot be read."""
     rows = raw_rows(config.data.conversations)
     workers = len(os.sched_getaffinity(0))
-    if workers == 1 or sum(Path(path).stat().st_size for path in data_files(config.data.conversations) if Path(path).exists()) <= ALONE_BYTES:
+    from_hub = any(not isinstance(source, str) and source.hub for source in config.data.conversations)
+    if workers == 1 or (bytes_of(config.data.conversations) <= ALONE_BYTES and not from_hub):
         for row in rows:
             yield outcome(row, chat, config.data)
             task.advance(row.size / 1e6)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -22,7 +21,7 @@ from eyas.prepare.regenerate import count_open, write_answers
 from eyas.prepare.render import Bad, Rendered, render, render_files
 from eyas.prepare.rows import ROWS, RowsWriter
 from eyas.prepare.show import sample
-from eyas.prepare.sources import Conversation, data_files, source_hashes
+from eyas.prepare.sources import Conversation, bytes_of, source_hashes
 from eyas.prepare.synthesize import EmptyTurn, Synthesis, empty_turn, synthesize
 from eyas.progress import Reporter
 from eyas.stage import Context, Result
@@ -107,8 +106,7 @@ def _read(context: Context, chat: Chat, keeper: Keeper) -> list[Conversation]:
     bad: list[str] = []
     num_bad = 0
     opened = []
-    size = sum(Path(path).stat().st_size for path in data_files(config.data.conversations) if Path(path).is_file())
-    with reporter.task(context.folder, "prepare", size / 1e6, "MB") as task:
+    with reporter.task(context.folder, "prepare", bytes_of(config.data.conversations) / 1e6, "MB") as task:
         for outcome in render_files(config, context.spec, chat, task):
             if isinstance(outcome, Bad):
                 num_bad += 1

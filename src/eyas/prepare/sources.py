@@ -1,7 +1,7 @@
 """Data files -> conversations.
 
-In: JSONL or JSON files, also compressed with gzip, folders of them, patterns. Out: one `Conversation` a row, its messages checked, still text. The form of a
-row is told by its keys:
+In: JSONL or JSON files, also compressed with gzip, parquet files, folders of them, patterns, Hugging Face data sets. Out: one `Conversation` a row, its
+messages checked, still text. The form of a row is told by its keys:
 
     messages                         the OpenAI form, content as text or as text parts
     conversations / conversation     ShareGPT: from and value a message; or the OpenAI form under this name
@@ -16,16 +16,21 @@ Beside them may stand id, category, tools and chat_template_kwargs.
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from eyas.artifact import hash_json
+from eyas.config import SourceSection
 from eyas.errors import UserError
 
 Message = dict[str, Any]
@@ -34,7 +39,7 @@ SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant", "model": "assistant", "bot": "assistant",
     "system": "system", "tool": "tool", "function": "tool", "observation": "tool",
 }  # fmt: skip
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 
 
 @dataclass(frozen=True)
@@ -61,24 +66,33 @@ class Conversation:
     tokens: tuple[list[int], list[bool]] | None = None  # with what is supervised, instead of messages
 
 
-def data_files(names: list[str]) -> list[str]:
-    """The files that names, folders and patterns stand for; those of a folder or pattern in order of their paths. Raises UserError for one that stands for
-    none."""
-    files: list[str] = []
-    for name in names:
-        if Path(name).is_dir():
-            # Not those of folders in it, among which may be a run folder: a pattern with ** finds them.
-            found = sorted(str(path) for path in Path(name).iterdir() if path.name.endswith(SUFFIXES) and path.is_file())
-            if not found:
-                raise UserError(f"{name} is a folder without data files; they end in {', '.join(SUFFIXES[:3])}, or in these and .gz.")
-        elif glob.has_magic(name) and not Path(name).exists():
-            found = sorted(path for path in glob.glob(name, recursive=True) if Path(path).is_file())
-            if not found:
-                raise UserError(f"No file matches {name}. Mend the pattern in the run file; it is relative to the run file's folder.")
-        else:
-            found = [name]
-        files += found
-    return files
+Source = str | SourceSection
+
+
+def data_files(sources: Sequence[Source]) -> list[str]:
+    """The files of all sources, in order. Raises UserError for a folder or pattern that stands for none."""
+    return [file for source in sources if isinstance(source, str) or source.path for file in _files(source if isinstance(source, str) else source.path)]
+
+
+def bytes_of(sources: Sequence[Source]) -> int:
+    """Of all files together; one that is missing is named when it is read."""
+    return sum(Path(path).stat().st_size for path in data_files(sources) if Path(path).is_file())
+
+
+def _files(name: str) -> list[str]:
+    """Those of a folder or pattern in order of their paths."""
+    if Path(name).is_dir():
+        # Not those of folders in it, among which may be a run folder: a pattern with ** finds them.
+        found = sorted(str(path) for path in Path(name).iterdir() if path.name.endswith(SUFFIXES) and path.is_file())
+        if not found:
+            raise UserError(f"{name} is a folder without data files; they end in {', '.join(SUFFIXES[:4])}, or, but for the last, in these and .gz.")
+        return found
+    if glob.has_magic(name) and not Path(name).exists():
+        found = sorted(path for path in glob.glob(name, recursive=True) if Path(path).is_file())
+        if not found:
+            raise UserError(f"No file matches {name}. Mend the pattern in the run file; it is relative to the run file's folder.")
+        return found
+    return [name]
 
 
 @dataclass(frozen=True)
@@ -90,21 +104,101 @@ class RawRow:
     size: int
 
 
-def read_conversations(names: list[str]) -> Iterator[Conversation]:
+def read_conversations(sources: Sequence[Source]) -> Iterator[Conversation]:
     """Raises UserError for a file that is missing, empty or cannot be read, and for a row that is no conversation."""
-    for row in raw_rows(names):
+    for row in raw_rows(sources):
         yield conversation_of(row.data, row.where)
 
 
-def raw_rows(names: list[str]) -> Iterator[RawRow]:
-    """Raises UserError for a file that is missing, empty or cannot be read."""
-    for path in data_files(names):
+def raw_rows(sources: Sequence[Source]) -> Iterator[RawRow]:
+    """The chosen rows of each source in turn. Raises UserError for a file that is missing, empty or cannot be read."""
+    for source in sources:
+        if isinstance(source, str):
+            yield from _rows_of(source)
+            continue
+        chosen = (row for row in (_hub_rows(source) if source.hub else _rows_of(source.path)) if _in_share(row, source.share))
+        yield from (_mapped(row, source.map) for row in islice(chosen, source.cap))
+
+
+def _rows_of(name: str) -> Iterator[RawRow]:
+    for path in _files(name):
         rows = 0
-        for row in _raw_rows(path):
+        for row in _parquet_rows(path) if path.endswith(".parquet") else _raw_rows(path):
             rows += 1
             yield row
         if rows == 0:
             raise UserError(f"{path} is empty. Give a JSONL file with one conversation or prompt a line.")
+
+
+def _in_share(row: RawRow, share: float) -> bool:
+    if share == 1.0:
+        return True
+    data = row.data.strip() if isinstance(row.data, bytes) else json.dumps(row.data, default=str).encode()
+    return xxhash.xxh3_64_intdigest(data) < share * 2**64
+
+
+def _mapped(row: RawRow, places: dict[str, str]) -> RawRow:
+    """The row with the keys that it is to have. One that cannot be read stays as it is, and is refused for that later."""
+    if not places:
+        return row
+    data = row.data
+    if isinstance(data, bytes):
+        try:
+            data = json.loads(data)
+        except (ValueError, RecursionError):
+            return row
+    if not isinstance(data, dict):
+        return row
+    found = {}
+    for key, place in places.items():
+        value: Any = data
+        for part in place.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            found[key] = value
+    return replace(row, data=found)
+
+
+def _parquet_rows(path: str) -> Iterator[RawRow]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise UserError(f"{path} is a parquet file, and reading those needs the package pyarrow. Install it: pip install 'eyas[data]'.") from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            size = Path(path).stat().st_size // max(1, file.metadata.num_rows)
+            number = 0
+            for batch in file.iter_batches(batch_size=256):
+                for row in batch.to_pylist():
+                    yield RawRow(f"{path}[{number}]", row, size)
+                    number += 1
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist. Mend the path in the run file; it is relative to the run file's folder.") from None
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{path} is no sound parquet file: {str(error).splitlines()[0]}") from None
+
+
+def _hub_rows(source: SourceSection) -> Iterator[RawRow]:
+    for number, row in enumerate(_hub_data(source)):
+        yield RawRow(f"{source.hub}[{number}]", row, 0)
+
+
+@functools.cache
+def _hub(name: str, config: str | None, split: str, revision: str | None) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f"{name} is a Hugging Face data set, and reading those needs the package datasets. Install it: pip install 'eyas[data]'.") from None
+    try:
+        return datasets.load_dataset(name, config, split=split, revision=revision)
+    except Exception as error:  # of the hub, of the network, of the data set's own files
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"The data set {name} cannot be loaded: {first} Mend hub, config, split or revision in data.conversations.") from None
+
+
+def _hub_data(source: SourceSection) -> Any:
+    return _hub(source.hub, source.config or None, source.split, source.revision or None)
 
 
 def _raw_rows(path: str) -> Iterator[RawRow]:
@@ -246,8 +340,8 @@ def _checked(message: Any, position: int, where: str) -> Message:
         raise UserError(f"{where}: message {position} has content of {found}; it must be text.")
     if isinstance(content, str) and not _encodable(content):
         raise UserError(f"{where}: message {position} holds a lone surrogate, half a character, which no tokenizer can read. Mend the row.")
-    # "ids" is ours: tokens that the target sampled
-    return {**{key: value for key, value in message.items() if key != "ids"}, "content": content}
+    # None: what a table has for a key that other rows have. "ids" is ours: tokens that the target sampled.
+    return {**{key: value for key, value in message.items() if key != "ids" and value is not None}, "content": content}
 
 
 def _from_sharegpt(message: Any) -> Any:
@@ -294,14 +388,23 @@ def with_open_answers(conversation: Conversation, regenerate: str) -> Conversati
     return replace(conversation, messages=messages)
 
 
-def source_hashes(paths: list[str], hash_file: Callable[[Path], str]) -> dict[str, str]:
-    """Each file's name and place in the list -> its content's hash, what a stage's result depends on. Folders do not count: a moved run stays valid.
+def source_hashes(sources: Sequence[Source], hash_file: Callable[[Path], str]) -> dict[str, str]:
+    """Each file's name and place in the list -> its content's hash, what a stage's result depends on; of a table, also what it chooses. Folders do not count:
+    a moved run stays valid.
 
     Raises UserError for a missing file.
     """
     hashes = {}
-    for number, path in enumerate(data_files(paths)):
-        if not Path(path).is_file():
-            raise UserError(f"{path} does not exist or is no file. Mend the path in the run file; it is relative to the run file's folder.")
-        hashes[f"{number}: {Path(path).name}"] = hash_file(Path(path))
+    number = 0
+    for source in sources:
+        chosen = "" if isinstance(source, str) else source.model_dump_json(exclude_defaults=True, exclude={"path", "revision"})
+        if not isinstance(source, str) and source.hub:
+            files = sorted(entry["filename"] for entry in _hub_data(source).cache_files)
+        else:
+            files = _files(source if isinstance(source, str) else source.path)
+        for path in files:
+            if not Path(path).is_file():
+                raise UserError(f"{path} does not exist or is no file. Mend the path in the run file; it is relative to the run file's folder.")
+            hashes[f"{number}: {Path(path).name}{chosen if chosen != '{}' else ''}"] = hash_file(Path(path))
+            number += 1
     return hashes
