@@ -7,6 +7,8 @@ With a quota (features.keep) only the held-out rows are captured here, and train
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,12 @@ from eyas.config import RunConfig
 from eyas.features.capture import Capturer, captured_from, reasons, token_bytes
 from eyas.features.disk import require_room
 from eyas.features.index import INDEX, open_index
+from eyas.features.reader import FeatureReader
 from eyas.features.stream import streams
+from eyas.features.verify import POLICY_ROWS, Policy, policy_of
 from eyas.prepare.rows import PreparedRow, read_rows
 from eyas.stage import Context, Result
+from eyas.target.embeddings import read_head
 from eyas.target.spec import TargetSpec
 
 REUSABLE = (INDEX, "shard-*.safetensors")
@@ -69,9 +74,26 @@ def work(context: Context) -> Result:
         f"extract: {counts['rows']:,} {'held-out ' if streamed else ''}rows, {counts['tokens']:,} tokens, layers {capture['features']['layers']} and "
         f"{spec.num_layers}, {counts['bytes'] / 1e6:,.0f} MB in {counts['shards']} shards{proof}"
     )
+    if policy := _policy(folder, rows, lost, spec):
+        counts["policy"] = asdict(policy)
+        context.reporter.say(
+            f"extract: of {policy.tokens} supervised tokens looked at, the target would greedily say {policy.greedy:.0%}; they surprise it by "
+            f"{policy.surprise:.2f} nats each, and its own uncertainty there is {policy.uncertainty:.2f}"
+        )
+        if policy.foreign:
+            context.reporter.say(
+                "extract: warning: these answers are not what the target itself would say, and a draft trained on them foresees it worse. "
+                'Set data.regenerate = "all" to have it answer the same prompts.'
+            )
     if streamed:
         context.reporter.say(f"extract: features.keep = {config.features.keep}: the other {len(everything) - len(rows):,} rows are captured while training")
     return Result(counts, content=hash_json([capture, sorted({row.key for row in everything} - lost.keys())]))
+
+
+def _policy(folder: Path, rows: Sequence[PreparedRow], lost: dict[str, str], spec: TargetSpec) -> Policy | None:
+    reader = FeatureReader(folder)
+    keys = sorted(row.key for row in rows if row.key not in lost)[:POLICY_ROWS]  # by a hash: as good as at random
+    return policy_of([reader.row(key) for key in keys], read_head(spec))
 
 
 def rows_with_features(run_folder: Path) -> list[PreparedRow]:

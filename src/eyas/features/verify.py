@@ -2,19 +2,27 @@
 
 Norm and head applied to `last` give the target's distribution. If a layer is off by one, the final norm is missing or doubled, or rows were
 mixed up, the log-probabilities of the row's tokens are wrong by whole nats.
+
+From the same states: whether the text is the target's own. A draft learns to foresee what it is shown, and serves what the target says.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
 from eyas.errors import UserError
-from eyas.features.codec import FLOAT8
+from eyas.features.codec import FLOAT8, decode
+from eyas.features.shard import FeatureRow
 from eyas.target.embeddings import TargetHead
 
 # Mean |difference| in nats. float32: rounding of two ways to sum. bfloat16: the engine's own logits are rounded to 8 bits, 0.01 to 0.03 measured
 # on SmolLM2-135M; float8 features 0.08. The faults that this looks for cost 1 nat and more.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, FLOAT8: 0.5}
+POLICY_ROWS, POLICY_POSITIONS = 64, 8
+FOREIGN_NATS = 0.3  # of surprise beyond the target's own uncertainty; measured in docs/log.md
 POSITIONS = 32  # of a row that are looked at, spread evenly: the head of a large target is slow on a CPU
 
 
@@ -39,3 +47,38 @@ def prove_capture(error: float, num_layers: int, tolerance: float) -> None:
             f"(at most {tolerance:g} allowed). Likely, in this order: the final norm of this model type is not the one in src/eyas/target/embeddings.py, "
             "the tapped layer is not the last, rows were mixed up. No shard was written; please report it with the model's config.json."
         )
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How likely the target was to write the supervised tokens: over `tokens` of them, the mean of -log p, that of the target's own uncertainty there (its
+    entropy), both in nats, and the share that it would have said greedily.
+
+    Of text that it sampled itself at temperature 1 the first two are equal but for chance, of text it was surer of the first is smaller. What others wrote
+    surprises it: the first is larger.
+    """
+
+    tokens: int
+    surprise: float
+    uncertainty: float
+    greedy: float
+
+    @property
+    def foreign(self) -> bool:
+        return self.surprise - self.uncertainty > FOREIGN_NATS
+
+
+def policy_of(rows: Sequence[FeatureRow], head: TargetHead) -> Policy | None:
+    """Over a few supervised tokens of each row; None if there are none."""
+    states, tokens = [], []
+    for row in rows:
+        (at,) = row.supervised[1:].nonzero(as_tuple=True)  # the state at t gives token t + 1
+        at = at[torch.linspace(0, len(at) - 1, min(len(at), POLICY_POSITIONS)).round().long()] if len(at) else at
+        states.append(decode(row.last[at], None if row.scale is None else row.scale[at, -1], torch.float32))
+        tokens.append(row.tokens[at + 1].long())
+    if not states or not sum(map(len, tokens)):
+        return None
+    log_p = head.logits(torch.cat(states)).log_softmax(-1)
+    said = torch.cat(tokens)
+    surprise = -log_p.gather(-1, said[:, None]).mean()
+    return Policy(len(said), float(surprise), float(torch.special.entr(log_p.exp()).sum(-1).mean()), float((log_p.argmax(-1) == said).double().mean()))

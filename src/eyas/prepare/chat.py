@@ -41,6 +41,7 @@ class Unrenderable(Exception):
     """A conversation that cannot be rendered as the target would see it; the text is the reason under which it is counted."""
 
 
+SENTINEL = "eyas probe"
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names under which templates look for a message's thought
 
 
@@ -76,41 +77,63 @@ class Chat:
         """One row if each turn's prompt continues the row so far; else one row an answer, each as it would be served. Raises Unrenderable."""
         if any(is_open(message) for message in messages):
             raise Unrenderable("an answer is missing")
-        answers = [j for j, message in enumerate(messages) if message["role"] == "assistant"]
-        parts = [self._prompt_and_answer(messages, j, frame) for j in answers]
+        parts = [self._prompt_and_answer(messages, j, frame) for j, message in enumerate(messages) if message["role"] == "assistant"]
         tokens: list[int] = []
         supervised: list[bool] = []
         for prompt, answer, num_supervised in parts:
             if prompt[: len(tokens)] != tokens:  # the template rewrites history: a thought dropped, say
                 return [_row(*part) for part in parts]
-            row = _row(prompt[len(tokens) :], answer, num_supervised)
+            # Up to the stop token: what stands behind it may be another before a next turn.
+            row = _row(prompt[len(tokens) :], answer[:num_supervised], num_supervised)
             tokens, supervised = tokens + row.tokens, supervised + row.supervised
-        return [Row(tokens, supervised)]
+        if not parts:
+            return []
+        _, answer, num_supervised = parts[-1]
+        return [Row(tokens + answer[num_supervised:], supervised + [False] * len(answer[num_supervised:]))]
 
     def _prompt_and_answer(self, messages: list[Message], j: int, frame: Frame) -> tuple[list[int], list[int], int]:
         """Ids of the prompt for message j, ids that the answer adds, how many of those are supervised."""
-        message = messages[j]
-        if "ids" in message:  # as sampled; encoding the text again may give other tokens, which the target did not choose
-            return self.prompt_ids(messages[:j], frame), message["ids"], len(message["ids"])
-        before, after = self.text(messages[:j], True, frame), self.text(messages[: j + 1], False, frame)
-        thought = next((message[name] for name in THOUGHTS if message.get(name)), None)
-        if not after.startswith(before):
-            if (said := _as_said(before, message)) is None:
-                raise Unrenderable("the chat template does not continue its own generation prompt")
-            prompt, answer = self.ids(before), [*self.ids(said), self._usual_stop(frame)]
-        elif thought and thought.strip() not in after[len(before) :]:
-            raise Unrenderable("the chat template leaves out the thought of an answer")
-        else:
-            prompt, whole = self.ids(before), self.ids(after)
-            # Where a token would span the border, the target could not have been given half of it: then the parts are encoded apart.
-            answer = whole[len(prompt) :] if whole[: len(prompt)] == prompt else self.ids(after[len(before) :])
+        if "ids" in messages[j]:  # as sampled; encoding the text again may give other tokens, which the target did not choose
+            return self.prompt_ids(messages[:j], frame), messages[j]["ids"], len(messages[j]["ids"])
+        before, added, said = self._before_and_added(messages, j, frame)
+        prompt, whole = self.ids(before), self.ids(before + added)
+        # Where a token would span the border, the target could not have been given half of it: then the parts are encoded apart.
+        answer = whole[len(prompt) :] if whole[: len(prompt)] == prompt else self.ids(added)
         stops = [position for position, token in enumerate(answer) if token in self.stop_ids]
-        if not stops:
-            answer = [*answer, self._stop_behind(messages, j, after, frame)]
-            stops = [len(answer) - 1]
-        if len(stops) > 1:
+        if len(stops) > (0 if said else len(self.usual_stops)):
             raise Unrenderable("a stop token stands inside the answer")
-        return prompt, answer, stops[0] + 1
+        if said:
+            answer = [*answer, *self.usual_stops[:1]]
+        elif not stops:
+            answer = [*answer, self._stop_behind(messages, j, before + added, frame)]
+        return prompt, answer, (stops[0] if stops else len(answer) - 1) + 1
+
+    def _before_and_added(self, messages: list[Message], j: int, frame: Frame) -> tuple[str, str, bool]:
+        """(prompt for message j, what the message adds to it, whether that is the answer's own text, whose stop token is still to come)."""
+        message, alone = messages[j], [{"role": "user", "content": "a"}]
+        before, after = self.text(messages[:j], True, frame), self.text(messages[: j + 1], False, frame)
+        history = messages[:j]
+        if not after.startswith(before):
+            if (said := _as_said(before, message)) is not None:
+                return before, said, True
+            # Some write history otherwise once an answer follows (a system message, the thought of a call): then the answer as it follows a mere question.
+            history, start, after = alone, self.text(alone, True, frame), self.text([*alone, message], False, frame)
+            if not after.startswith(start):
+                raise Unrenderable("the chat template does not continue its own generation prompt")
+            added = after[len(start) :]
+        else:
+            added = after[len(before) :]
+        if any(message.get(name) for name in THOUGHTS):
+            probe = {key: value for key, value in message.items() if key not in THOUGHTS} | {THOUGHTS[0]: SENTINEL}
+            if SENTINEL not in self.text([*history, probe], False, frame):
+                raise Unrenderable("the chat template leaves out the thought of an answer")
+        return before, added, False
+
+    @functools.cached_property
+    def usual_stops(self) -> list[int]:
+        """The stop tokens that the template writes behind a plain last answer: most write one."""
+        text = self.text([{"role": "user", "content": "a"}, {"role": "assistant", "content": SENTINEL}], False)
+        return [token for token in self.ids(text.rpartition(SENTINEL)[2]) if token in self.stop_ids]
 
     def _stop_behind(self, messages: list[Message], j: int, after: str, frame: Frame) -> int:
         """The stop token with which the template begins what follows answer j. Raises Unrenderable if there is none."""
@@ -118,16 +141,15 @@ class Chat:
         if not following or following[0]["role"] == "assistant":
             following = [{"role": "tool", "content": "a"}] if messages[j].get("tool_calls") else [{"role": "user", "content": "a"}]
         longer = self.text([*messages[: j + 1], *following], False, frame)
-        if longer.startswith(after) and (ids := self.ids(longer[len(after) :])) and ids[0] in self.stop_ids:
+        if longer.startswith(after):
+            behind = longer[len(after) :]
+        else:  # rewritten, because something follows: what follows a plain answer begins alike
+            plain: Message = {"role": "assistant", "content": SENTINEL}
+            behind = self.text([{"role": "user", "content": "a"}, plain, *following], False, frame).rpartition(SENTINEL)[2]
+        ids = self.ids(behind)
+        if ids and ids[0] in self.stop_ids:
             return ids[0]
         raise Unrenderable("no stop token follows the answer")
-
-    def _usual_stop(self, frame: Frame) -> int:
-        """The stop token behind a plain answer."""
-        messages: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        text = self.text(messages, False, frame)
-        stops = [token for token in self.ids(text) if token in self.stop_ids]
-        return stops[-1] if stops else self._stop_behind(messages, 1, text, frame)
 
     def _rendered(self, messages: list[Message], generation_prompt: bool, frame: Frame) -> str:
         options = {**self.template_kwargs, **frame.template_kwargs}
@@ -141,7 +163,7 @@ class Chat:
 
     def _plain(self, message: Message, number: int) -> Message:
         """As the template wants it: a thought under every name it may look for, tool calls in the form that it takes."""
-        plain = {key: value for key, value in message.items() if key != "ids"}
+        plain = {key: value for key, value in message.items() if key != "ids" and (key != "tool_calls" or value)}
         if thought := next((plain[name] for name in THOUGHTS if plain.get(name)), None):
             plain.update(dict.fromkeys(THOUGHTS, thought))
         if not plain.get("tool_calls"):
@@ -169,7 +191,7 @@ class Chat:
         user: Message = {"role": "user", "content": "a"}
         for as_text, empty in itertools.product((False, True), (None, "")):
             arguments: Any = '{"eyas_probe": 1}' if as_text else {"eyas_probe": 1}
-            call = {"type": "function", "id": "call00001", "function": {"name": "eyas_tool", "arguments": arguments}}
+            call = {"type": "function", "id": "eyas_tool", "function": {"name": "eyas_tool", "arguments": arguments}}
             try:
                 messages = [user, {"role": "assistant", "content": empty, "tool_calls": [call]}]
                 text = self._rendered(messages, False, PLAIN).removeprefix(self._rendered([user], False, PLAIN))
@@ -184,6 +206,8 @@ class Chat:
 def _as_said(before: str, message: Message) -> str | None:
     """The text with which the target itself went on from a prompt that opens a thought; None if that cannot be told."""
     content = message["content"]
+    if any(message.get(name) for name in THOUGHTS):
+        return None
     if not before.rstrip().endswith("<think>") or not isinstance(content, str) or "</think>" not in content:
         return None
     said = content.removeprefix("<think>")
