@@ -19,7 +19,7 @@ from eyas.artifact import read_manifest
 from eyas.config import load
 from eyas.errors import UserError
 from eyas.features.codec import decode
-from eyas.features.index import ShardEntry
+from eyas.features.index import INDEX, ShardEntry
 from eyas.features.reader import FeatureReader
 from eyas.features.shard import FeatureRow, OpenShard
 from eyas.pipeline import Run
@@ -177,8 +177,14 @@ def test_features_that_were_dear_are_not_thrown_away_for_another_setting(
     changed = shutil.copytree(tiny_target, tmp_path / "changed")
     other.save_pretrained(changed)
     assert "target.weights" in eyas("run", path, "--set", f"target.path={changed}").error
+    for damage in (b"", b"nonsense\n", None):
+        index = tmp_path / "runs" / "run" / "features" / INDEX
+        index.unlink() if damage is None else index.write_bytes(damage)
+        outcome = eyas("run", path, "--set", "features.layers=[0, 1, 2]")
+        assert outcome.code == 2 and "GB of features" in outcome.error and "gone or damaged" in outcome.error
     assert {file: file.stat().st_ino for file in shards} == shards
     assert eyas("run", path, "--until", "extract").code == 0, "set back, they serve"
+    assert {file: file.stat().st_ino for file in shards} == shards
 
 
 def test_a_capture_of_the_wrong_rows_stores_nothing(tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,8 @@ def open_index(folder: Path, capture: dict[str, Any], say: Callable[[str], None]
     strays = sorted(file for file in folder.glob("shard-*") if file.name not in names)
     if strays:
         say(f"extract: reading {len(strays)} shards that {path} does not list")
+    if not found or not isinstance(found[0], dict):
+        _refuse_to_discard_unnamed(folder, strays, hash_json(capture))
     adopted = []
     with ThreadPoolExecutor(READERS) as pool:
         for stray, entry in zip(strays, pool.map(lambda file: read_entry(file, hash_json(capture)), strays), strict=True):
@@ -83,6 +85,25 @@ def _refuse_to_discard(folder: Path, first: Any, capture: dict[str, Any]) -> Non
             f"{folder} holds {size / 1e9:.1f} GB of features that were captured with {name} = {made}, and now it is {wanted}. Set that back, choose another "
             f"run.folder, or delete {folder} if they are not wanted any more."
         )
+
+
+def _refuse_to_discard_unnamed(folder: Path, strays: list[Path], capture: str) -> None:
+    """The same where no index says what the others were captured from."""
+    size = sum(stray.stat().st_size for stray in strays if _captured_from(stray) not in (None, capture))
+    if size > CHEAP_BYTES:
+        raise UserError(
+            f"{folder} holds {size / 1e9:.1f} GB of features that were captured with other settings or from another target, and its {INDEX} is gone or "
+            f"damaged, so nothing says which. Set back what was changed since, choose another run.folder, or delete {folder} if they are not wanted any more."
+        )
+
+
+def _captured_from(path: Path) -> str | None:
+    """What a shard says of itself; None if it cannot be read."""
+    try:
+        with safe_open(path, "pt") as file:
+            return (file.metadata() or {}).get("capture")
+    except (OSError, SafetensorError):
+        return None
 
 
 def read_index(folder: Path) -> list[ShardEntry]:
