@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +241,36 @@ def test_a_folder_without_a_chat_template_or_tokenizer_is_refused_by_name(tmp_pa
         (folder / name).unlink()
         with pytest.raises(UserError, match=str(folder)):
             load_chat(read_spec(folder), trust_remote_code=False)
+
+
+TOY = '''
+from transformers import PreTrainedTokenizer
+
+class ToyTokenizer(PreTrainedTokenizer):
+    """A character is a token; written in Python, so it knows no offsets."""
+    def __init__(self, **given):
+        self.chars = {chr(n): n for n in range(128)}
+        super().__init__(**given)
+    @property
+    def vocab_size(self): return 128
+    def get_vocab(self): return dict(self.chars)
+    def _tokenize(self, text): return list(text)
+    def _convert_token_to_id(self, token): return self.chars.get(token, 0)
+    def _convert_id_to_token(self, index): return chr(index)
+    def convert_tokens_to_string(self, tokens): return "".join(tokens)
+    def save_vocabulary(self, folder, filename_prefix=None): return ()
+'''
+
+
+def test_a_tokenizer_that_brings_its_own_code_is_run_only_if_it_may_be(tmp_path: Path) -> None:
+    folder = make_tiny_target(tmp_path / "toy")
+    for name in ("tokenizer.json", "special_tokens_map.json", "chat_template.jinja"):
+        (folder / name).unlink(missing_ok=True)
+    (folder / "tokenization_toy.py").write_text(TOY)
+    about = {"tokenizer_class": "ToyTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_toy.ToyTokenizer", None]}, "eos_token": "<|im_end|>"}
+    about["chat_template"] = TEMPLATE
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    with pytest.raises(UserError, match="trust_remote_code = true"):
+        load_chat(read_spec(folder), trust_remote_code=False)
+    chat = load_chat(read_spec(folder), trust_remote_code=True)
+    assert only(chat, [user("Hi"), answer("you")]).replace(" ", "") == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n«you<|im_end|>»\n"

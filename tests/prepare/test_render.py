@@ -145,3 +145,40 @@ def test_three_rows_are_shown_and_any_row_can_be_inspected(tmp_path: Path, tiny_
     lines = run.inspect("4").plain.splitlines()
     norms = {line.split()[1]: [float(size) for size in line.split()[2:]] for line in lines if line.startswith("  layer")}
     assert list(norms) == ["1", "3", "5", "6"] and all(0 < least <= median <= most for least, median, most in norms.values())
+
+
+def test_bad_data_of_every_kind_is_counted_and_the_rest_is_kept(tmp_path: Path, tiny_target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = [json.dumps(numbered(n)) for n in range(3000)]
+    question = {"role": "user", "content": "a"}
+    bad = {
+        731: "{'not': 'JSON'}",
+        800: json.dumps({"messages": [{"role": "alien", "content": "x"}]}),
+        801: json.dumps({"messages": [{"role": "user", "content": 7}]}),
+        802: '{"prompt": "half \\ud83d"}',
+        803: "[" * 100_000,
+    }
+    odd = {
+        900: {"messages": [question, {"role": "assistant", "content": "b", "reasoning_content": "half \ud83d"}]},  # not looked at before it is rendered
+        901: {"messages": [question, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        902: {"messages": [{"role": "user", "content": "extraordinarily " * 650_000}, {"role": "assistant", "content": "so"}]},  # 10 MB
+        903: {"messages": [question, {"role": "assistant", "content": "b"}], "tools": "no JSON"},
+    }
+    for line, text in bad.items():
+        good.insert(line - 1, text)
+    for line, row in odd.items():
+        good.insert(line - 1, json.dumps(row))
+    path = write_run(tmp_path, tiny_target, [], data={"holdout": 0.0})
+    (tmp_path / "data.jsonl").write_text("\n".join(good))
+    run = Run(load(path, []))
+    run.only("prepare")
+    manifest = read_manifest(run.folder / "prepare")
+    assert manifest
+    counts = manifest.counts
+    assert counts["bad_rows"] == 6 and counts["rows"] == 3000 and sum(counts["dropped"].values()) == 3
+    assert set(counts["dropped"]) == {
+        "the chat template leaves out the thought of an answer",
+        "the chat template takes no tool calls",
+        "no supervised pair within data.max_length",
+    }
+    said = capsys.readouterr().err
+    assert all(f"data.jsonl:{line}" in said for line in bad) and "1 more row" in said

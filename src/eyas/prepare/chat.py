@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 
 from eyas.errors import UserError
 from eyas.prepare.encode import Encoder
-from eyas.prepare.sources import PLAIN, Frame, Message, is_open
+from eyas.prepare.sources import PLAIN, Frame, Message, encodable, is_open
 from eyas.target.spec import TargetSpec
 
 
@@ -159,6 +159,8 @@ class Chat:
             rendered: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt, **options)
         except Exception as error:  # a template is a program of its own and may raise anything
             raise Unrenderable(f"the chat template refuses it ({type(error).__name__}: {error})"[:160]) from None
+        if not encodable(rendered):
+            raise Unrenderable("it holds a lone surrogate, half a character, which no tokenizer can read")
         return rendered
 
     def _plain(self, message: Message, number: int) -> Message:

@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any
 
-REMEMBERED = 4096  # stretches
+REMEMBERED, LONGEST = 512, 1 << 14  # stretches, and characters of one
 # Pre-tokenizers that look at nothing but the stretch itself. Metaspace is not one: it treats the first stretch of a text in its own way.
 LOCAL = {"ByteLevel", "Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit"}
 
@@ -39,7 +39,7 @@ class Encoder:
             if part in self.special:
                 ids.append(self.special[part])
             elif part:
-                ids += self.stretch(part)
+                ids += self.stretch(part) if len(part) <= LONGEST else self._encoded(part)
         return ids
 
     def _encoded(self, text: str) -> list[int]:

@@ -249,7 +249,7 @@ def conversation_of(line: Any, where: str) -> Conversation:
     name = str(row["id"]) if row.get("id") is not None else hash_json(tokens or messages)[:16]
     category = str(row.get("category") or "")
     for key, value in (("id", name), ("category", category)):
-        if not _encodable(value):
+        if not encodable(value):
             raise UserError(f"{where}: {key} holds a lone surrogate, half a character. Mend the row.")
     frame = Frame(_of_type(row, "tools", list, where) or None, _of_type(row, "chat_template_kwargs", dict, where) or {})
     return Conversation(name, messages, where, category, form, frame, tokens)
@@ -282,7 +282,7 @@ def _of_type(row: dict[str, Any], key: str, kind: type, where: str) -> Any:
     return value
 
 
-def _encodable(text: str) -> bool:
+def encodable(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -338,7 +338,7 @@ def _checked(message: Any, position: int, where: str) -> Message:
         kinds = sorted({str(part.get("type")) if isinstance(part, dict) else type(part).__name__ for part in content}) if isinstance(content, list) else []
         found = f"parts of type {', '.join(kinds)}" if kinds else f"type {type(content).__name__}"
         raise UserError(f"{where}: message {position} has content of {found}; it must be text.")
-    if isinstance(content, str) and not _encodable(content):
+    if isinstance(content, str) and not encodable(content):
         raise UserError(f"{where}: message {position} holds a lone surrogate, half a character, which no tokenizer can read. Mend the row.")
     # None: what a table has for a key that other rows have. "ids" is ours: tokens that the target sampled.
     return {**{key: value for key, value in message.items() if key != "ids" and value is not None}, "content": content}
