@@ -75,6 +75,12 @@ def write(path: Path, rows: list[Row]) -> None:
     print(f"{path.name}: {len(rows)} rows, {path.stat().st_size:,} bytes")
 
 
+def as_said(row: Row) -> Row:
+    """The source has a line break behind each answer. The model ends its answers without one: there its own likeliest token is the end of the turn."""
+    messages = [{**message, "content": message["content"].removesuffix("\n")} if message["role"] == "assistant" else message for message in row["messages"]]
+    return {**row, "messages": messages}
+
+
 def choose_heldout(source: Path) -> list[Row]:
     """Eight questions a category; where a category joins several of MT-bench's, equally many of each."""
     mt_bench = in_hash_order(read(source / "mt_bench.jsonl"))
@@ -108,7 +114,7 @@ def choose_training(source: Path, forbidden: set[str]) -> tuple[list[Row], list[
     chosen = word_problems[:num_math] + ordinary[: NUM_CONVERSATIONS - num_math]
     left = word_problems[num_math : num_math + prompt_math] + ordinary[NUM_CONVERSATIONS - num_math :][: NUM_PROMPTS - prompt_math]
     prompts = [{"id": row["id"], "prompt": first_turn(row)} for row in in_hash_order(left)]
-    return in_hash_order(chosen), prompts
+    return [as_said(row) for row in in_hash_order(chosen)], prompts
 
 
 def main() -> None:

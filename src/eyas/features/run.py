@@ -21,6 +21,7 @@ from eyas.features.reader import FeatureReader
 from eyas.features.stream import streams
 from eyas.features.verify import POLICY_ROWS, Policy, policy_of
 from eyas.prepare.rows import PreparedRow, read_rows
+from eyas.progress import Reporter
 from eyas.stage import Context, Result
 from eyas.target.embeddings import read_head
 from eyas.target.spec import TargetSpec
@@ -76,15 +77,7 @@ def work(context: Context) -> Result:
     )
     if policy := _policy(folder, rows, lost, spec):
         counts["policy"] = asdict(policy)
-        context.reporter.say(
-            f"extract: of {policy.tokens} supervised tokens looked at, the target would greedily say {policy.greedy:.0%}; they surprise it by "
-            f"{policy.surprise:.2f} nats each, and its own uncertainty there is {policy.uncertainty:.2f}"
-        )
-        if policy.foreign:
-            context.reporter.say(
-                "extract: warning: these answers are not what the target itself would say, and a draft trained on them foresees it worse. "
-                'Set data.regenerate = "all" to have it answer the same prompts.'
-            )
+        _tell_policy(policy, context.reporter)
     if streamed:
         context.reporter.say(f"extract: features.keep = {config.features.keep}: the other {len(everything) - len(rows):,} rows are captured while training")
     return Result(counts, content=hash_json([capture, sorted({row.key for row in everything} - lost.keys())]))
@@ -93,7 +86,24 @@ def work(context: Context) -> Result:
 def _policy(folder: Path, rows: Sequence[PreparedRow], lost: dict[str, str], spec: TargetSpec) -> Policy | None:
     reader = FeatureReader(folder)
     keys = sorted(row.key for row in rows if row.key not in lost)[:POLICY_ROWS]  # by a hash: as good as at random
-    return policy_of([reader.row(key) for key in keys], read_head(spec))
+    return policy_of([reader.row(key) for key in keys], read_head(spec), spec.stop_ids)
+
+
+def _tell_policy(policy: Policy, reporter: Reporter) -> None:
+    reporter.say(
+        f"extract: of {policy.tokens} supervised tokens looked at, the target would greedily say {policy.greedy:.0%}; they surprise it by "
+        f"{policy.surprise:.2f} nats each, and its own uncertainty there is {policy.uncertainty:.2f}"
+    )
+    if policy.foreign:
+        reporter.say(
+            "extract: warning: these answers are not what the target itself would say, and a draft trained on them foresees it worse. "
+            'Set data.regenerate = "all" to have it answer the same prompts.'
+        )
+    if policy.ends_elsewhere:
+        reporter.say(
+            f"extract: warning: the stop token at the end of an answer surprises the target by {policy.end_surprise:.1f} nats. Look for a line break or a "
+            'space behind the answers in the data; data.regenerate = "all" has the target end them itself.'
+        )
 
 
 def rows_with_features(run_folder: Path) -> list[PreparedRow]:

@@ -8,7 +8,7 @@ From the same states: whether the text is the target's own. A draft learns to fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,8 @@ from eyas.target.embeddings import TargetHead
 # on SmolLM2-135M; float8 features 0.08. The faults that this looks for cost 1 nat and more.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, FLOAT8: 0.5}
 POLICY_ROWS, POLICY_POSITIONS = 64, 8
-FOREIGN_NATS = 0.3  # of surprise beyond the target's own uncertainty; measured in docs/log.md
+FOREIGN_NATS = 0.3  # of surprise beyond the target's own uncertainty; measured in docs/data.md
+END_NATS = 3.0  # of surprise by the end of an answer
 POSITIONS = 32  # of a row that are looked at, spread evenly: the head of a large target is slow on a CPU
 
 
@@ -52,7 +53,7 @@ def prove_capture(error: float, num_layers: int, tolerance: float) -> None:
 @dataclass(frozen=True)
 class Policy:
     """How likely the target was to write the supervised tokens: over `tokens` of them, the mean of -log p, that of the target's own uncertainty there (its
-    entropy), both in nats, and the share that it would have said greedily.
+    entropy), both in nats, and the share that it would have said greedily. end_surprise: the mean of -log p of `ends` stop tokens.
 
     Of text that it sampled itself at temperature 1 the first two are equal but for chance, of text it was surer of the first is smaller. What others wrote
     surprises it: the first is larger.
@@ -62,23 +63,43 @@ class Policy:
     surprise: float
     uncertainty: float
     greedy: float
+    ends: int
+    end_surprise: float
 
     @property
     def foreign(self) -> bool:
         return self.surprise - self.uncertainty > FOREIGN_NATS
 
+    @property
+    def ends_elsewhere(self) -> bool:
+        return self.ends > 0 and self.end_surprise > END_NATS
 
-def policy_of(rows: Sequence[FeatureRow], head: TargetHead) -> Policy | None:
-    """Over a few supervised tokens of each row; None if there are none."""
-    states, tokens = [], []
+
+def policy_of(rows: Sequence[FeatureRow], head: TargetHead, stop_ids: Collection[int]) -> Policy | None:
+    """Over a few supervised tokens of each row, and the last stop token among them; None if there are none."""
+    log_p, said, ends = [], [], []
     for row in rows:
         (at,) = row.supervised[1:].nonzero(as_tuple=True)  # the state at t gives token t + 1
-        at = at[torch.linspace(0, len(at) - 1, min(len(at), POLICY_POSITIONS)).round().long()] if len(at) else at
-        states.append(decode(row.last[at], None if row.scale is None else row.scale[at, -1], torch.float32))
-        tokens.append(row.tokens[at + 1].long())
-    if not states or not sum(map(len, tokens)):
+        if not len(at):
+            continue
+        count = min(len(at), POLICY_POSITIONS)
+        middle = at[((torch.arange(count) + 0.5) * len(at) / count).long()]  # of equal parts: both ends are unlike the rest
+        stops = at[torch.isin(row.tokens[at + 1].long(), torch.tensor(list(stop_ids), dtype=torch.long))][-1:]
+        chosen = torch.cat((middle, stops))
+        last = decode(row.last[chosen], None if row.scale is None else row.scale[chosen, -1], torch.float32)
+        log_p.append(head.logits(last).log_softmax(-1))
+        said.append(row.tokens[chosen + 1].long())
+        ends.append(torch.arange(len(chosen)) >= count)
+    if not said:
         return None
-    log_p = head.logits(torch.cat(states)).log_softmax(-1)
-    said = torch.cat(tokens)
-    surprise = -log_p.gather(-1, said[:, None]).mean()
-    return Policy(len(said), float(surprise), float(torch.special.entr(log_p.exp()).sum(-1).mean()), float((log_p.argmax(-1) == said).double().mean()))
+    all_log_p, all_said, end = torch.cat(log_p), torch.cat(said), torch.cat(ends)
+    surprise = -all_log_p.gather(-1, all_said[:, None])[:, 0].double()
+    uncertainty = torch.special.entr(all_log_p.exp()).sum(-1)
+    return Policy(
+        tokens=int((~end).sum()),
+        surprise=float(surprise[~end].mean()),
+        uncertainty=float(uncertainty[~end].mean()),
+        greedy=float((all_log_p.argmax(-1) == all_said)[~end].double().mean()),
+        ends=int(end.sum()),
+        end_surprise=float(surprise[end].mean()) if end.any() else 0.0,
+    )
