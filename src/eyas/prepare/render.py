@@ -14,8 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from eyas.progress import Task
 from eyas.target.spec import TargetSpec
 
 ALONE_BYTES = 8 << 20  # files up to this together are rendered sooner than other processes would start
-CHUNK_ROWS = 256
+CHUNK_ROWS, CHUNK_BYTES = 256, 4 << 20
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def render_files(config: RunConfig, spec: TargetSpec, chat: Chat, task: Task) ->
             task.advance(row.size / 1e6)
         return
     waiting: deque[tuple[int, Future[list[Outcome]]]] = deque()
-    chunks = iter(lambda: tuple(islice(rows, CHUNK_ROWS)), ())
+    chunks = _chunks(rows)
     context = multiprocessing.get_context("spawn")  # a fork would inherit threads' locks without the threads
     with ProcessPoolExecutor(workers, context, _start, (spec, config, os.getpid())) as pool:
         try:
@@ -83,6 +82,20 @@ def render_files(config: RunConfig, spec: TargetSpec, chat: Chat, task: Task) ->
             raise UserError("A process that rendered conversations died, perhaps for want of memory. `eyas prepare` begins again from the files.") from None
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _chunks(rows: Iterator[RawRow]) -> Iterator[list[RawRow]]:
+    """So many rows that handing them over costs little, and so few bytes that all that wait fit into memory."""
+    chunk: list[RawRow] = []
+    size = 0
+    for row in rows:
+        chunk.append(row)
+        size += len(row.data) if isinstance(row.data, bytes) else row.size
+        if len(chunk) == CHUNK_ROWS or size > CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 def outcome(row: RawRow, chat: Chat, data: DataSection) -> Outcome:
@@ -124,7 +137,7 @@ def render(conversation: Conversation, chat: Chat, data: DataSection) -> Rendere
         else:
             clipped += too_long
             found.rows.append((np.array(row.tokens[: data.max_length], dtype=np.int32), supervised))
-    return Rendered(**{**found.__dict__, "clipped": clipped})
+    return replace(found, clipped=clipped)
 
 
 _made: dict[str, Any] = {}  # of a worker process
@@ -145,5 +158,5 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _outcomes(chunk: tuple[RawRow, ...]) -> list[Outcome]:
+def _outcomes(chunk: list[RawRow]) -> list[Outcome]:
     return [outcome(row, _made["chat"], _made["data"]) for row in chunk]
