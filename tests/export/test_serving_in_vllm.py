@@ -29,7 +29,7 @@ def run_file(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         target={"dtype": "auto", "python": str(VLLM_PYTHON)}, data={"max_length": 512, "holdout": 0.02, "regenerate": "never"},
         features={"dtype": "bfloat16"}, vocab={"size": 4096},
         train={"epochs": 3, "tokens_per_step": 1024, "tokens_per_batch": 1024, "unroll_steps": NUM_DRAFT_TOKENS, "dtype": "auto", "checkpoint_every": 1000},
-        evaluate={"prompts": [str(data / "heldout.jsonl")], "prompts_per_category": 3, "num_draft_tokens": NUM_DRAFT_TOKENS, "max_new_tokens": 64},
+        evaluate={"prompts": [str(data / "heldout.jsonl")], "prompts_per_category": 2, "num_draft_tokens": NUM_DRAFT_TOKENS, "max_new_tokens": 64},
         export={"dtype": "auto"}, **{"target.extra": {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}},
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ from eyas.artifact import read_manifest
 from eyas.config import load
 from eyas.errors import UserError
 from eyas.pipeline import Run
-from eyas.prepare.rows import LINES, PROMPTS, ROWS, read_rows
+from eyas.prepare.rows import LINES, PROMPTS, ROWS, first_rows, read_rows
 
 
 def numbered(number: int) -> dict[str, Any]:
@@ -135,6 +135,11 @@ def test_three_rows_are_shown_and_any_row_can_be_inspected(tmp_path: Path, tiny_
     said = capsys.readouterr().err
     assert said.count("--- row") == 3 and "«answer 0<|im_end|>»" in said.replace("\n", "")
     run = Run(load(tmp_path / "run.toml", []))
+    for count in (1, 3, 12, 50):
+        few, some = first_rows(out, count), read_rows(out)[:count]
+        assert [(row.key, row.tokens.tolist(), row.supervised.tolist(), row.holdout) for row in few] == [
+            (row.key, row.tokens.tolist(), row.supervised.tolist(), row.holdout) for row in some
+        ]
     row = read_rows(out)[4]
     for name in ("4", "n4", row.key, row.key[:8]):
         text = run.inspect(name).plain

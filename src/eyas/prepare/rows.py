@@ -153,6 +153,15 @@ class RowsWriter:
                         shutil.copyfileobj(column, out, 1 << 20)
 
 
+def first_rows(folder: Path, count: int) -> list[PreparedRow]:
+    """The first few rows of a finished prepare/ folder, however many there are."""
+    with safe_open(folder / ROWS, "pt") as file:
+        offsets = file.get_slice("offsets")[: count + 1].tolist()
+        columns = file.get_slice("tokens")[: offsets[-1]], file.get_slice("supervised")[: offsets[-1]]
+        keys, holdout = file.get_slice("keys")[:count].numpy(), file.get_slice("holdout")[:count].tolist()
+    return [PreparedRow(keys[row].tobytes().hex(), columns, offsets[row], offsets[row + 1], holdout[row]) for row in range(len(offsets) - 1)]
+
+
 def read_rows(folder: Path) -> list[PreparedRow]:
     """All rows of a finished prepare/ folder, in order. Raises UserError if they are not what was written."""
     try:

@@ -12,7 +12,7 @@ from rich.text import Text
 from eyas.errors import UserError
 from eyas.features.reader import FeatureReader
 from eyas.prepare.chat import Chat
-from eyas.prepare.rows import LINES, PreparedRow, read_rows
+from eyas.prepare.rows import LINES, PreparedRow, first_rows, read_rows
 
 SAMPLE = 3  # rows that `eyas prepare` shows
 SHOWN_TOKENS = 120  # of each end of a row in a sample
@@ -39,7 +39,7 @@ def as_text(row: PreparedRow, chat: Chat, shortened: bool = False) -> Text:
 def sample(folder: Path, chat: Chat) -> Text:
     """The first few rows of a finished prepare/ folder."""
     text = Text()
-    for number, row in enumerate(read_rows(folder)[:SAMPLE]):
+    for number, row in enumerate(first_rows(folder, SAMPLE)):
         text.append(f"--- row {number}, {len(row.tokens):,} tokens; what the draft learns to say stands between « and »\n", style="bold")
         text.append(as_text(row, chat, shortened=True))
         text.append("\n")
