@@ -193,3 +193,21 @@ def test_the_page_names_every_key_with_a_meaning() -> None:
 def test_nearest_gives_the_likely_misspelling_or_nothing() -> None:
     assert nearest("epoch", ["epochs", "lr"]) == "epochs"
     assert nearest("qqqq", ["epochs", "lr"]) is None
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ('{ path = "a.jsonl", shre = 0.5 }', "there is no key data.conversations.0.shre; did you mean share?"),
+        ('{ path = "a.jsonl", share = 2.0 }', "data.conversations.0.share = 2.0 cannot be used"),
+        ("7", "data.conversations.0 = 7 cannot be used"),
+        ('{ path = "a.jsonl", hub = "b" }', "both path and hub"),
+        ("{ cap = 5 }", "neither path nor hub"),
+    ],
+)
+def test_what_is_wrong_in_a_table_of_conversations_is_named(tmp_path: Path, entry: str, says: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f'[target]\npath = "t"\n[data]\nconversations = [{entry}]\n')
+    with pytest.raises(UserError) as caught:
+        load(path, [])
+    assert says in str(caught.value)

@@ -354,8 +354,12 @@ def _did_you_mean(word: str | None) -> str:
 
 
 def _first_fault(error: ValidationError) -> str:
-    fault = error.errors()[0]
-    name = ".".join(str(part) for part in fault["loc"])
+    # Of a value that may be text or a table, pydantic lists what is wrong with it as either; of a table only the second means anything.
+    fault = next((fault for fault in error.errors() if not (fault["loc"][-1] == "str" and isinstance(fault["input"], dict))), error.errors()[0])
+    name = ".".join(str(part) for part in fault["loc"] if part not in ("str", SourceSection.__name__))
+    if fault["type"] == "extra_forbidden":
+        entry, _, key = name.rpartition(".")
+        return f"there is no key {name}{_did_you_mean(nearest(key, SourceSection.model_fields))} {entry} may have {', '.join(SourceSection.model_fields)}."
     if fault["type"] == "missing":
         section, _, key = name.partition(".")
         return f"{name} is missing. Add {key} = ... under [{section}]." if key else f"section [{name}] is missing. Add [{name}]."
