@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from eyas.features.codec import FLOAT8, encode, squares
 from eyas.features.index import enter
 from eyas.features.shard import FeatureRow, OpenShard, finish, open_shard
-from eyas.target.vllm_worker import WRITERS, Group, Piece, Recognizer, Recorder, spread
+from eyas.target.vllm_worker import WRITERS, Group, Piece, Recognizer, Recorder, Tap, spread
 
 
 def state_of(tokens: list[int], position: int) -> int:
@@ -200,6 +201,23 @@ def test_the_recorder_tells_what_could_not_be_written(tmp_path: Path) -> None:
         recorder.put(group, torch.tensor([1, 2]), torch.tensor([0, 1]), [torch.ones(2, 3)] * 3)
     with pytest.raises(RuntimeError, match="Bad file descriptor"):
         recorder.settle()
+    group.close()
+
+
+def test_the_next_row_alone_does_not_take_the_place_of_one_whose_last_chunk_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recorder is behind the model: when the second row is asked for, chunks of the first are not recognised yet."""
+    rows = [[1, 2, 3, 4, 5], [6, 7, 8, 9]]
+    group = wanted(tmp_path, laid_out(tmp_path, rows, 3))
+    recorder, tap = Recorder(torch.device("cpu"), 8), Tap()
+    write_out = recorder._write_out
+    monkeypatch.setattr(recorder, "_write_out", lambda *arguments: (time.sleep(0.1), write_out(*arguments)))
+    tap.eyas_recorder, tap.eyas_groups = recorder, {"plan": group}
+    for index, row in enumerate(rows):
+        tap.eyas_ask_alone("plan", index)
+        for start in range(0, len(row), 2):
+            tokens = torch.tensor(row[start : start + 2])
+            recorder.put(group, tokens, torch.arange(start, start + len(tokens)), [torch.ones(len(tokens), 3)] * 3)
+    assert tap.eyas_missing("plan") == []
     group.close()
 
 

@@ -351,6 +351,7 @@ class Tap:
     def eyas_ask_alone(self, plan: str, index: int) -> None:
         """From now on only this row is in the engine."""
         if self.eyas_recorder is not None:
+            self.eyas_recorder.settle()  # forwards that hold the last chunks of the row before it may still wait to be recognised
             self.eyas_group = self.eyas_groups[plan]
             self.eyas_group.recognizer.ask_alone(index)
 
