@@ -57,8 +57,12 @@ lint: env ## ruff and mypy
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
+# Two files at a time: most tests wait for one core, to start a vLLM say. A thread each, because two programs whose threads spin for the same cores
+# take ten times as long. In the order of the files: the longest comes early.
+TEST_THREADS := OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
+
 test: env env-vllm model lint ## everything that is checked: lint, then the tests, with a real model and a real vLLM
-	.venv/bin/pytest -q --durations=20
+	$(TEST_THREADS) .venv/bin/pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 
 docs: env ## docs/run-file.md, from the descriptions in src/eyas/config.py
 	@.venv/bin/python -m eyas.config >docs/run-file.md.part && mv docs/run-file.md.part docs/run-file.md && echo "Wrote docs/run-file.md."

@@ -58,7 +58,8 @@ def make_tiny_target(folder: Path, num_layers: int = 6, hidden_size: int = 32, *
 @pytest.fixture(autouse=True)
 def one_thread_for_tiny_models(request: pytest.FixtureRequest) -> None:
     """Threads that wait for one another over a matrix of 32 x 32 make a busy machine ten times slower, and a free one no faster."""
-    torch.set_num_threads(os.cpu_count() or 1 if "smollm2" in request.fixturenames else 1)
+    share = (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, share) if "smollm2" in request.fixturenames else 1)
 
 
 @pytest.fixture(scope="session")

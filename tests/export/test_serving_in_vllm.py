@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import ROOT, VLLM_PYTHON, Outcome, conversation, make_tiny_target, write_run
 
-NUM_CONVERSATIONS, NUM_DRAFT_TOKENS = 220, 3
+NUM_CONVERSATIONS, NUM_DRAFT_TOKENS = 60, 3
 SERVED = ("--set", "evaluate.engine=vllm", "--set", "evaluate.dtype=float32", "--set", "evaluate.concurrency=[4]")
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -29,7 +29,7 @@ def run_file(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         target={"dtype": "auto", "python": str(VLLM_PYTHON)}, data={"max_length": 512, "holdout": 0.02, "regenerate": "never"},
         features={"dtype": "bfloat16"}, vocab={"size": 4096},
         train={"epochs": 3, "tokens_per_step": 1024, "tokens_per_batch": 1024, "unroll_steps": NUM_DRAFT_TOKENS, "dtype": "auto", "checkpoint_every": 1000},
-        evaluate={"prompts": [str(data / "heldout.jsonl")], "prompts_per_category": 2, "num_draft_tokens": NUM_DRAFT_TOKENS, "max_new_tokens": 64},
+        evaluate={"prompts": [str(data / "heldout.jsonl")], "prompts_per_category": 1, "num_draft_tokens": NUM_DRAFT_TOKENS, "max_new_tokens": 32},
         export={"dtype": "auto"}, **{"target.extra": {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}},
     )  # fmt: skip
 
@@ -81,7 +81,7 @@ def test_a_draft_of_two_layers_with_norms_over_heads_accepts_in_vllm_what_was_si
     path = write_run(
         tmp_path, make_tiny_target(tmp_path / "target", num_layers=4, hidden_size=256), [conversation(n) for n in range(40)],
         target={"python": str(VLLM_PYTHON)}, data={"regenerate": "all", "temperature": 0.0, "max_new_tokens": 40, "holdout": 0.1},
-        train={"epochs": 60, "checkpoint_every": 1000, "optimizer": "adamw", "lr": 3e-3},
+        train={"epochs": 60, "checkpoint_every": 1000, "optimizer": "adamw", "lr": 3e-3, "unroll_steps": 3},
         draft={"num_hidden_layers": 2, "qk_norm": True}, vocab={"size": 320},
         evaluate={  # on what it was trained on: a random target's answers are learnt by heart or not at all
             "prompts": ["data.jsonl"], "prompts_per_category": 8, "engine": "vllm", "dtype": "float32", "concurrency": [1], "num_draft_tokens": 3,
