@@ -143,7 +143,7 @@ def run_eyas(options: argparse.Namespace, config: dict[str, Any], work: Path, ro
     num_layers, width = config["num_hidden_layers"], config["hidden_size"]
     spec = TargetSpec(
         path=work / "target", text_config=config, num_layers=num_layers, hidden_size=width, vocab_size=config["vocab_size"], max_length=8192, tied=False,
-        stop_ids=(), weight_dtype="bfloat16", fingerprint={},
+        stop_ids=(), weight_dtype="bfloat16", architecture="", quantization={}, fingerprint={},
     )  # fmt: skip
     section = TargetSection(
         path=str(work / "target"), engine="vllm", python=options.python, tensor_parallel=options.tensor_parallel, gpu_memory_utilization=options.memory,

@@ -104,9 +104,13 @@ def write_run(folder: Path, target: Path, rows: list[dict[str, Any]] | None = No
     lines = []
     for section, keys in values.items():
         lines.append(f"[{section}]")
-        lines += [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
+        lines += [f"{key} = {toml(value)}" for key, value in keys.items()]
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+def toml(value: Any) -> str:
+    return f"{{ {', '.join(f'{key} = {toml(each)}' for key, each in value.items())} }}" if isinstance(value, dict) else json.dumps(value)
 
 
 @pytest.fixture

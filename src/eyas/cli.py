@@ -74,7 +74,7 @@ def _quiet_libraries() -> None:
     logging.disable_progress_bar()
 
 
-def _run(run_file: Path, overrides: list[str] | None, act: Callable[[Any], None]) -> None:
+def _run(run_file: Path, overrides: list[str] | None, act: Callable[[Any], None], need_weights: bool = True) -> None:
     def work() -> None:
         config = load(run_file, overrides or [])
         from eyas.pipeline import Run  # torch and transformers take seconds to import; a misspelt key should not
@@ -82,7 +82,7 @@ def _run(run_file: Path, overrides: list[str] | None, act: Callable[[Any], None]
 
         _quiet_libraries()
         keep_freed_memory()
-        act(Run(config))
+        act(Run(config, need_weights))
 
     guarded(work)
 
@@ -95,12 +95,17 @@ def run(
     run_file: RunFile,
     overrides: Overrides = None,
     until: Annotated[str, typer.Option(metavar="STAGE", help=f"Stop after this stage: {', '.join(STAGE_NAMES)}.")] = "evaluate",
+    force: Annotated[bool, typer.Option("--force", help="Begin even if the plan says that the run cannot end well.")] = False,
 ) -> None:
     """The whole job: every stage that is not yet done for these settings."""
 
     def act(work: Any) -> None:
         if until not in STAGE_NAMES:
             raise UserError(f"--until {until}: there is no such stage. The stages are {', '.join(STAGE_NAMES)}.")
+        if not force and until != "prepare" and work.begins_anew():
+            from eyas.foresight.check import check_before_run
+
+            check_before_run(work.config, work.spec, work.reporter.say, "`--force` begins it all the same.")
         work.up_to(until)
 
     _run(run_file, overrides, act)
@@ -118,6 +123,81 @@ _stage_command("vocab", "The draft's vocabulary, from the supervised tokens.")
 _stage_command("train", "Features to checkpoints of the draft.")
 _stage_command("export", "The best checkpoint to a folder that inference engines load.")
 _stage_command("evaluate", "The exported draft on held-out prompts: acceptance and speed, against plain decoding.")
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def plan(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    as_json: Json = False,
+    gpus: Annotated[str, typer.Option(metavar="NxNAME", help="Plan for these GPUs, such as 8xH100 or 8xH100-PCIe. Default: those of this machine.")] = "",
+    price: Annotated[float | None, typer.Option(help="What a GPU costs an hour, in any currency.")] = None,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine's rates first: loads the target once, takes a minute or two.")] = False,
+) -> None:
+    """What a run will take: tokens, bytes, memory, hours, and what will not fit. From config files and a look at the data; nothing is loaded."""
+
+    def act() -> None:
+        config = load(run_file, overrides or [])
+        _quiet_libraries()
+        from eyas.foresight.check import planned
+        from eyas.foresight.show import show_plan
+
+        found = planned(config, gpus, calibrate, Console(stderr=True, soft_wrap=True, highlight=False).print)
+        if as_json:
+            print(json.dumps(found.as_dict(price), indent=1))
+        else:
+            show_plan(found, price, Console(soft_wrap=True, highlight=False))
+        if any(finding.level == "fail" for finding in found.findings):
+            sys.exit(2)
+
+    guarded(act)
+
+
+@app.command()
+def rehearse(run_file: RunFile, overrides: Overrides = None) -> None:
+    """The whole run in minutes, on the target cut to a few layers with made-up weights: what can break without the real ones breaks here."""
+
+    def act(work: Any) -> None:
+        from eyas.foresight.check import check_before_run
+        from eyas.foresight.rehearse import rehearse as act_out
+
+        check_before_run(work.config, work.spec, work.reporter.say)
+        with work.locked():
+            act_out(work.config, work.spec, work.reporter.say)
+
+    _run(run_file, overrides, act, need_weights=False)
+
+
+@app.command()
+def doctor(
+    run_file: Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="Look also at what this run needs.")] = None,
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """Is this machine fit? Packages, GPUs, engines, memory, disk, limits: each ok, warn or fail with the next step. Changes nothing."""
+
+    def act() -> None:
+        from dataclasses import asdict
+
+        config = load(run_file, overrides or []) if run_file else None
+        _quiet_libraries()
+        from eyas.foresight.doctor import examine
+        from eyas.foresight.show import show_findings
+
+        console, found = Console(soft_wrap=True, highlight=False), []
+        for finding in examine(config):
+            found.append(finding)
+            if not as_json:
+                show_findings([finding], console)
+        if as_json:
+            print(json.dumps([asdict(finding) for finding in found], indent=1))
+        if any(finding.level == "fail" for finding in found):
+            sys.exit(2)
+
+    guarded(act)
 
 
 @app.command()
@@ -143,7 +223,7 @@ def inspect(
 @app.command()
 def status(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """How far a run is; safe to ask while it works."""
     guarded(lambda: _print_status(run_folder, as_json))

@@ -51,9 +51,9 @@ BY_NAME = {stage.name: stage for stage in STAGES}
 class Run:
     """One run file applied to its run folder."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, need_weights: bool = True) -> None:
         self.config = config
-        self.spec = read_spec(Path(config.target.path))
+        self.spec = read_spec(Path(config.target.path), need_weights)
         check_against_target(config, self.spec)
         self.folder = Path(config.run.folder)
         try:
@@ -74,6 +74,10 @@ class Run:
                     self.do(stage, stale)
             if idle:
                 self.reporter.say(f"{self.folder}: everything up to {last} is done for these settings; nothing to do.")
+
+    def begins_anew(self) -> bool:
+        """Whether features are still to be captured or a draft to be trained: the dear part of a run."""
+        return any(read_manifest(self.folder / BY_NAME[name].folder) is None for name in ("extract", "train"))
 
     def only(self, name: str) -> None:
         """Does one stage. Raises UserError if a stage before it is not done for these settings."""

@@ -13,11 +13,11 @@ import torch
 from eyas.artifact import hash_file, hash_json, write_json
 from eyas.config import RunConfig
 from eyas.evaluate.in_process import measure_in_process
-from eyas.evaluate.prompts import read_prompts, seen_in_training
+from eyas.evaluate.prompts import Prompt, read_prompts, seen_in_training
 from eyas.evaluate.report import report
 from eyas.evaluate.served import serve_passes, simulate_passes, summarise
 from eyas.export.check import load_export
-from eyas.prepare.chat import load_chat
+from eyas.prepare.chat import Chat, load_chat
 from eyas.prepare.rows import PROMPTS
 from eyas.prepare.sources import source_hashes
 from eyas.stage import Context, Result
@@ -48,12 +48,17 @@ def settings(config: RunConfig, spec: TargetSpec) -> dict[str, Any]:
     return found
 
 
+def prompts_of(context: Context, chat: Chat) -> list[Prompt]:
+    """Raises UserError if there are none."""
+    section = context.config.evaluate
+    paths = section.prompts or [str(context.run_folder / "prepare" / PROMPTS)]
+    return read_prompts(paths, section.prompts_per_category, chat, context.spec.max_length - section.max_new_tokens)
+
+
 def work(context: Context) -> Result:
     config, spec, section = context.config, context.spec, context.config.evaluate
     chat = load_chat(spec, config.target.trust_remote_code, config.data.chat_template_kwargs)
-    prompts = read_prompts(
-        section.prompts or [str(context.run_folder / "prepare" / PROMPTS)], section.prompts_per_category, chat, spec.max_length - section.max_new_tokens
-    )
+    prompts = prompts_of(context, chat)
     exported = load_export(context.run_folder / "export" / "vllm")
     dtype = evaluation_dtype(config)
     common = {

@@ -114,6 +114,22 @@ def serve_passes(context: Context, prompts: list[Prompt], stop_ids: frozenset[in
     return parts
 
 
+def serve_once(context: Context, prompts: list[Prompt], dtype: torch.dtype) -> Acceptance:
+    """Whether vLLM serves target and draft at all: no plain server, no comparison. Raises UserError."""
+    section = context.config.evaluate
+    longest = max(len(prompt.tokens) for prompt in prompts) + section.max_new_tokens + section.num_draft_tokens + 1
+    name = str(dtype).removeprefix("torch.")
+    draft = context.run_folder / "export" / "vllm"
+    arguments = server_arguments(context.config.target, context.spec.path, name, min(longest, context.spec.max_length), draft, section.num_draft_tokens)
+    context.folder.mkdir(exist_ok=True)
+    with (
+        context.reporter.task(context.folder, "evaluate", len(prompts), "answers") as task,
+        Server(context.config.target.python, arguments, context.folder / "server-draft.log", lambda line: task.advance(0, line)) as server,
+    ):
+        _answer(server, Pass("", 1, prompts), [], section.max_new_tokens, task)
+        return server.counters(section.num_draft_tokens)
+
+
 def simulate_passes(context: Context, prompts: list[Prompt], exported: ExportedDraft, dtype: torch.dtype, parts: Parts) -> None:
     """The part "simulated": runs the target once more, in the engine of the run file, on the plain answers."""
     if "simulated" in parts:

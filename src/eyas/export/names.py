@@ -61,7 +61,10 @@ def draft_config(shape: DraftShape, engine: Engine, dtype: str, target: dict[str
 
 
 def shape_from_config(config: dict[str, Any]) -> DraftShape:
-    """The inverse of draft_config."""
+    """The inverse of draft_config. Raises ValueError unless it names three aux layers, the same in both places where engines look."""
+    layers = config["eagle_aux_hidden_state_layer_ids"]
+    if len(layers) != 3 or config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] != layers:
+        raise ValueError(f"engines need three aux layers, the same in both places of config.json, not {layers}")
     shift = 1 if config["eyas"]["layer_convention"] == "sglang" else 0
     fields = {name: config[name] for name in DraftShape.__dataclass_fields__ if name in config}
-    return DraftShape(**fields, aux_layers=[k + shift for k in config["eagle_aux_hidden_state_layer_ids"]], target_layers=config["eyas"]["target_layers"])
+    return DraftShape(**fields, aux_layers=[k + shift for k in layers], target_layers=config["eyas"]["target_layers"])

@@ -39,6 +39,8 @@ class TargetSpec:
     tied: bool
     stop_ids: tuple[int, ...]  # tokens that end a turn, from generation_config.json, else from config.json
     weight_dtype: str  # of the stored weights, as config.json states it
+    architecture: str  # the class that config.json names, which engines look up; a wrapper's where there is one
+    quantization: dict[str, Any]  # quantization_config, empty if there is none
     fingerprint: dict[str, str]  # "weights" and "tokenizer": hashes of what the files hold
 
     @property
@@ -48,18 +50,20 @@ class TargetSpec:
         return [margin, self.num_layers // 2, self.num_layers - margin - (self.num_layers >= 8)]
 
 
-def read_spec(path: Path) -> TargetSpec:
+def read_spec(path: Path, need_weights: bool = True) -> TargetSpec:
     """Widths and counts that config.json leaves out are read off the weights' shapes and names, without loading them.
 
-    Raises UserError if the folder is no model, has no weights, or leaves out a needed fact.
+    need_weights: false where the config files alone will do. Raises UserError if the folder is no model, has no weights, or leaves out a needed fact.
     """
     if not path.is_dir():
         raise UserError(f"target.path {path} is not a folder. Give the folder of a model: config.json, *.safetensors, a tokenizer.")
     config = _read_config(path / "config.json", required=True)
     text = next((config[key] for key in ("text_config", "llm_config", "language_config") if isinstance(config.get(key), dict)), config)
     weights = sorted(path.glob("*.safetensors"))
-    if not weights:
+    if not weights and need_weights:
         raise UserError(f"{path} holds no *.safetensors file, so no weights. Download the model completely, or convert it to safetensors.")
+    if weights:
+        _require_all_files(path)
     shapes = {name: entry["shape"] for file in weights for name, entry in read_header(file).items()}
     text = _shown_by_weights(text, shapes) | text
     missing = [key for key in ("num_hidden_layers", "hidden_size", "vocab_size", "model_type") if key not in text]
@@ -81,6 +85,8 @@ def read_spec(path: Path) -> TargetSpec:
         tied=_tied(path, config, text, shapes),
         stop_ids=tuple(stop) if isinstance(stop, list) else () if stop is None else (stop,),
         weight_dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
+        architecture=str(next(iter(config.get("architectures") or []), text["model_type"])),
+        quantization=next((source["quantization_config"] for source in (config, text) if isinstance(source.get("quantization_config"), dict)), {}),
         fingerprint={"weights": _weights_fingerprint(path / "config.json", weights), "tokenizer": _tokenizer_fingerprint(path)},
     )
 
@@ -125,9 +131,9 @@ def _tied(path: Path, config: dict[str, Any], text: dict[str, Any], shapes: dict
     stated = [source["tie_word_embeddings"] for source in (config, text) if isinstance(source.get("tie_word_embeddings"), bool)]
     if head_name(shapes) is not None:
         return bool(stated and stated[0])
-    if stated and not any(stated):
+    if shapes and stated and not any(stated):
         raise UserError(f"{path}: config.json says tie_word_embeddings = false, but no *.safetensors file holds lm_head. Download the model completely.")
-    return True
+    return bool(shapes) or any(stated)
 
 
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
@@ -157,6 +163,18 @@ def _read_config(path: Path, required: bool) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(f"{path} holds no JSON object. Download or copy it again.")
     return config
+
+
+def _require_all_files(path: Path) -> None:
+    """Raises UserError if the index of the weights names a file that is not there."""
+    index = _read_config(path / "model.safetensors.index.json", required=False)
+    named = set(index["weight_map"].values()) if isinstance(index.get("weight_map"), dict) else set()
+    missing = sorted(str(name) for name in named if not (path / str(name)).is_file())
+    if missing:
+        raise UserError(
+            f"{path}: {len(missing)} of the {len(named)} files that model.safetensors.index.json names are not there ({missing[0]}). Download the model "
+            "completely."
+        )
 
 
 def _weights_fingerprint(config: Path, weights: list[Path]) -> str:

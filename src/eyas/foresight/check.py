@@ -1,0 +1,46 @@
+"""What is looked at before a run begins, by itself: the plan and the quick part of the machine's examination."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from eyas.artifact import read_manifest
+from eyas.config import RunConfig
+from eyas.errors import UserError
+from eyas.foresight.calibrate import calibrate, read_calibration
+from eyas.foresight.doctor import quick
+from eyas.foresight.hardware import here, named
+from eyas.foresight.plan import Plan, make_plan, read_speed
+from eyas.pipeline import check_against_target
+from eyas.target.spec import TargetSpec, read_spec
+
+
+def planned(config: RunConfig, gpus: str, measure: bool, say: Callable[[str], None]) -> Plan:
+    """The plan for the hardware named, or for this machine's; with `measure`, its rates are measured first. Raises UserError."""
+    spec = read_spec(Path(config.target.path), need_weights=False)
+    check_against_target(config, spec)
+    hardware = named(gpus) if gpus else here()
+    rates = {} if gpus else read_calibration(config, hardware)
+    if measure:
+        if gpus:
+            raise UserError("--calibrate measures this machine, and --gpus names another. Give one of them.")
+        first = make_plan(config, read_spec(Path(config.target.path)), hardware)
+        share = first.tokens.supervised / max(1, first.tokens.tokens) if first.tokens else 1.0
+        rates = calibrate(config, spec, hardware, share, bool(first.tokens and first.tokens.written), say)
+    if "disk" not in rates and not gpus and (speed := read_speed(spec)):
+        rates = {**rates, "disk": speed}
+    return make_plan(config, spec, hardware, rates)
+
+
+def check_before_run(config: RunConfig, spec: TargetSpec, say: Callable[[str], None], otherwise: str = "") -> None:
+    """Raises UserError with the reason for which the run could not end well, and `otherwise`; says what else to know."""
+    prepared = read_manifest(Path(config.run.folder) / "prepare") is not None
+    findings = [*make_plan(config, spec, here()).findings, *quick(config)]
+    for finding in findings:
+        if finding.level == "warn":
+            say(f"plan: warning: {finding.sentence}")
+    fails = [finding for finding in findings if finding.level == "fail" and not (prepared and finding.name == "data")]
+    if fails:
+        more = f" ({len(fails) - 1} more; `eyas plan` and `eyas doctor` list them.)" if len(fails) > 1 else ""
+        raise UserError(f"The run cannot end well. {fails[0].sentence}{more} {otherwise}".strip())

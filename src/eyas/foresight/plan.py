@@ -1,0 +1,405 @@
+"""The plan of a run: what it will read, hold, write and take, from config files and a look at the data. Nothing is loaded.
+
+Every rule and every measured rate stands here with its source; docs/plan.md holds predictions against runs.
+
+Legend: V target vocabulary, Vd draft vocabulary, D hidden width, K draft steps, T tokens of a batch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eyas.artifact import read_manifest
+from eyas.config import RunConfig
+from eyas.draft.model import Draft
+from eyas.draft.shape import DraftShape
+from eyas.errors import UserError
+from eyas.features import disk
+from eyas.features.capture import token_bytes
+from eyas.features.stream import quota
+from eyas.foresight.finding import Finding
+from eyas.foresight.hardware import Hardware
+from eyas.foresight.size import Size, cache_bytes, describe_quantization, experts_used, num_experts, size_of
+from eyas.foresight.tokens import Tokens, estimate
+from eyas.prepare.chat import Chat, load_chat
+from eyas.target.embeddings import IMPOSSIBLE, TAILS
+from eyas.target.engine import resolve_device, resolve_dtype
+from eyas.target.spec import TargetSpec
+from eyas.train.loop import loss_chunk
+from eyas.train.run import shape_of
+from eyas.vocab.run import draft_vocab_size
+
+# Shares of the maker's bfloat16 rate that was reached on one H200 (989 TFLOP/s); docs/log.md has the runs.
+EXTRACT_DENSE = 0.56  # Llama-8B shape, vLLM 0.25.1: 39,526 tokens/s with 7.0e9 weights met by each
+EXTRACT_QUANTISED_EXPERTS = 0.096  # Kimi-K2 width, 384 INT4 experts of which 8, 3 layers, vLLM 0.25.1: 32,346 tokens/s
+TRAIN = 0.57  # Llama-8B shape, K = 7, all supervised: 561 TFLOP/s
+OVERHEAD = 2.5e9  # bytes of a GPU that CUDA, kernels and the allocator's gaps take beside what is counted
+ROUGH = "the maker's rate, at the share that one H200 reached"
+LOAD_PROBE = 64 << 20  # bytes read of the weight files to see how fast their disk is
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """seconds: None if no measured rate applies. source: of the rate."""
+
+    name: str
+    text: str
+    seconds: float | None = None
+    source: str = ""
+
+
+@dataclass
+class Plan:
+    """All sizes in bytes; memory is of one GPU, or of the machine where there is none."""
+
+    target: dict[str, Any]
+    layers: list[dict[str, Any]]
+    tokens: Tokens | None
+    stages: list[StageCost]
+    memory: dict[str, dict[str, Any]]
+    hardware: Hardware
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float | None:
+        known = [stage.seconds for stage in self.stages]
+        return None if any(seconds is None for seconds in known) else sum(seconds for seconds in known if seconds is not None)
+
+    def as_dict(self, price: float | None) -> dict[str, Any]:
+        gpus = max(1, self.hardware.count)
+        cost = None if price is None or self.seconds is None else price * gpus * self.seconds / 3600
+        return {
+            "target": self.target, "layers": self.layers, "tokens": self.tokens and asdict(self.tokens), "stages": [asdict(stage) for stage in self.stages],
+            "memory": self.memory, "hardware": asdict(self.hardware), "seconds": self.seconds, "price": cost,
+            "findings": [asdict(finding) for finding in self.findings],
+        }  # fmt: skip
+
+
+def make_plan(config: RunConfig, spec: TargetSpec, hardware: Hardware, rates: dict[str, float] | None = None) -> Plan:
+    """rates: tokens a second by stage, measured on this machine."""
+    size = size_of(spec)
+    findings: list[Finding] = []
+    chat = _chat(config, spec, findings)
+    weights, stored = stored_bytes(spec, size)
+    plan = Plan(_facts(spec, size, weights, stored, chat), _layers(config, spec), _tokens(config, chat, findings), [], {}, hardware, findings)
+    findings += _of_settings(config, spec, hardware)
+    shape = _shape(config, spec, findings)
+    plan.memory["extract"] = extraction_memory(config, spec, weights, hardware)
+    if shape is not None:
+        plan.memory["train"] = training_memory(config, spec, shape, hardware, plan.tokens)
+    findings += _of_memory(config, spec, plan)
+    if plan.tokens is not None:
+        features = plan.tokens.tokens * token_bytes(config, spec)
+        findings += _of_disk(config, features)
+        plan.stages = _stages(config, spec, shape, plan, size, weights, features, rates or {})
+    return plan
+
+
+def stored_bytes(spec: TargetSpec, size: Size | None) -> tuple[int, str]:
+    """(bytes of the weights, where that is from); 0 if neither the files nor the config tell."""
+    files = list(spec.path.glob("*.safetensors"))
+    if files:
+        return sum(file.stat().st_size for file in files), f"{len(files)} files"
+    return (size.bytes, "counted from config.json") if size else (0, "unknown")
+
+
+def _chat(config: RunConfig, spec: TargetSpec, findings: list[Finding]) -> Chat | None:
+    try:
+        return load_chat(spec, config.target.trust_remote_code, config.data.chat_template_kwargs)
+    except UserError as error:
+        here = any((spec.path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tiktoken.model"))
+        level = "fail" if here else "warn"
+        text = str(error) if here else f"{spec.path} holds no tokenizer, so rows are taken as long as they may be"
+        findings.append(Finding("chat template", level, text, "" if here else "Copy the tokenizer's files beside config.json."))  # type: ignore[arg-type]
+        return None
+
+
+def _facts(spec: TargetSpec, size: Size | None, weights: int, stored: str, chat: Chat | None) -> dict[str, Any]:
+    text = spec.text_config
+    heads = text.get("num_attention_heads")
+    if "kv_lora_rank" in text:
+        attention = f"{heads} heads, latent (ranks {text.get('q_lora_rank')}/{text['kv_lora_rank']})"
+    else:
+        attention = f"{heads} heads, {text.get('num_key_value_heads') or heads} of keys and values"
+    experts = num_experts(text)
+    return {
+        "path": str(spec.path), "model_type": text["model_type"], "architecture": spec.architecture, "layers": spec.num_layers, "width": spec.hidden_size,
+        "attention": attention, "vocabulary": spec.vocab_size, "longest": spec.max_length, "tied": spec.tied,
+        "experts": f"{experts}, of which {experts_used(text)}" if experts else "none", "quantization": describe_quantization(spec.quantization),
+        "parameters": size.parameters if size else None, "active": size.active if size else None, "bytes": weights, "bytes_from": stored,
+        "chat_template": chat is not None,
+    }  # fmt: skip
+
+
+def _layers(config: RunConfig, spec: TargetSpec) -> list[dict[str, Any]]:
+    """Each wanted layer under the numbers that others give it."""
+    wanted = [*(config.features.layers or spec.default_layers), spec.num_layers]
+    names = ["aux 1", "aux 2", "aux 3"][: len(wanted) - 1] + [f"aux {n}" for n in range(4, len(wanted))] + ["last"]
+    return [
+        {
+            "name": name, "eyas": k, "hidden_states": k if k < spec.num_layers else None, "vllm": k if name != "last" else None,
+            "sglang": k - 1 if name != "last" else None, "output_of_layer": k - 1 if k else None,
+        }
+        for name, k in zip(names, wanted, strict=True)
+    ]  # fmt: skip
+
+
+def _tokens(config: RunConfig, chat: Chat | None, findings: list[Finding]) -> Tokens | None:
+    manifest = read_manifest(Path(config.run.folder) / "prepare")
+    if manifest is not None:
+        counts = manifest.counts
+        return Tokens(counts["rows"], counts["tokens"], counts["supervised"], 0, "counted: they are prepared")
+    try:
+        return estimate(config, chat)
+    except UserError as error:
+        findings.append(Finding("data", "fail", str(error)))
+        return None
+
+
+def _shape(config: RunConfig, spec: TargetSpec, findings: list[Finding]) -> DraftShape | None:
+    try:
+        return shape_of(config, spec)
+    except UserError as error:
+        findings.append(Finding("draft", "fail", str(error)))
+        return None
+
+
+def _of_settings(config: RunConfig, spec: TargetSpec, hardware: Hardware) -> list[Finding]:
+    """What config files alone tell to be impossible, beside what pipeline.check_against_target refuses."""
+    text, target = spec.text_config, config.target
+    found = []
+    kind = text["model_type"]
+    if kind in IMPOSSIBLE:
+        found.append(Finding("teacher", "fail", f"the logits of model type {kind!r} cannot be rebuilt: {IMPOSSIBLE[kind]}", "Choose another target."))
+    elif kind not in TAILS:
+        found.append(
+            Finding("teacher", "fail", f"model type {kind!r} is new to Eyas, which must know its final norm", "Add it to TAILS in target/embeddings.py.")
+        )
+    if not spec.stop_ids:
+        text_ = f"{spec.path} names no token that ends a turn (eos_token_id)"
+        found.append(Finding("stop token", "warn", text_, "Add it to generation_config.json; without it answers run on to their limit."))
+    heads = text.get("num_attention_heads")
+    if target.engine == "vllm":
+        if heads and heads % target.tensor_parallel:
+            fit = [n for n in range(1, 65) if heads % n == 0 and n <= max(target.tensor_parallel, hardware.count)]
+            step = f"Set target.tensor_parallel to one of {', '.join(map(str, fit))}."
+            found.append(Finding("tensor parallel", "fail", f"target.tensor_parallel = {target.tensor_parallel} does not divide the {heads} heads", step))
+        if hardware.count and target.tensor_parallel > hardware.count:
+            words = f"target.tensor_parallel = {target.tensor_parallel}, and there are {hardware.count} GPUs"
+            found.append(Finding("tensor parallel", "fail", words, f"Set it to {hardware.count} or less."))
+        if target.extra.get("pipeline_parallel_size", 1) != 1:
+            words = "target.extra.pipeline_parallel_size spreads the layers over processes, and features come from one"
+            found.append(Finding("pipeline parallel", "fail", words, "Use target.tensor_parallel."))
+    elif spec.quantization:
+        words = f"the target is quantised ({describe_quantization(spec.quantization)}), which transformers runs slowly, if at all"
+        found.append(Finding("engine", "warn", words, 'Set target.engine = "vllm".'))
+    longest = config.data.max_length
+    if longest > config.train.tokens_per_batch:
+        words = f"a row of data.max_length = {longest:,} tokens does not fit into train.tokens_per_batch = {config.train.tokens_per_batch:,}"
+        found.append(
+            Finding("batch", "warn", words, "Such a row makes a batch of its own, larger than that; raise train.tokens_per_batch, or lower max_length.")
+        )
+    if config.evaluate.num_draft_tokens > config.train.unroll_steps + 2:
+        words = f"evaluate.num_draft_tokens = {config.evaluate.num_draft_tokens}, and training unrolls {config.train.unroll_steps} steps"
+        found.append(Finding("draft tokens", "warn", words, "Later tokens are drafted as they were never trained; raise train.unroll_steps."))
+    if spec.vocab_size < draft_vocab_size(config, spec):
+        found.append(Finding("vocab", "fail", f"vocab.size is larger than the target's vocabulary of {spec.vocab_size:,}", "Set it to that or less."))
+    return found
+
+
+def extraction_memory(config: RunConfig, spec: TargetSpec, weights: int, hardware: Hardware) -> dict[str, Any]:
+    """Of one rank: its share of the weights, one forward with the states that are taken from it, keys and values of one longest row."""
+    width = spec.hidden_size
+    if config.target.engine == "vllm":
+        tokens, ranks, wide = max(config.target.max_batched_tokens, config.data.max_length + 1), config.target.tensor_parallel, 2
+    else:
+        tokens, ranks, wide = max(config.features.batch_tokens, config.data.max_length), 1, resolve_dtype(config.target.dtype, _device(config)).itemsize
+        weights = max(weights, 0)
+    intermediate = spec.text_config.get("intermediate_size") or 4 * width
+    forward = wide * tokens * (6 * width + 3 * intermediate // ranks)
+    states = 2 * 4 * tokens * width * wide  # as the layers leave them, and as they are stored
+    cache = cache_bytes(spec.text_config, spec.num_layers) * (config.data.max_length + 1) // (1 if "kv_lora_rank" in spec.text_config else ranks)
+    head = 0 if hardware.count else 4 * spec.vocab_size * width * (1 if spec.tied else 2)  # float32, for the proof of capture
+    need = weights // ranks + forward + states + cache + head + (int(OVERHEAD) if hardware.count else 0)
+    room = hardware.bytes
+    if config.target.engine == "vllm" and hardware.count:
+        room = int(room * config.target.gpu_memory_utilization)
+    return {"need": need, "room": room, "parts": {"weights": weights // ranks, "forward": forward, "states": states, "cache": cache, "head": head}}
+
+
+def training_memory(config: RunConfig, spec: TargetSpec, shape: DraftShape, hardware: Hardware, tokens: Tokens | None) -> dict[str, Any]:
+    """Of one device. Each draft step keeps, of each supervised row, 4 D + 2 q + 2 kv + 2 MLP widths in the dtype of the products; with train.recompute one
+    step alone does."""
+    train = config.train
+    wide = resolve_dtype(train.dtype, torch.device("cuda") if hardware.count else torch.device("cpu")).itemsize
+    with torch.device("meta"):
+        draft = Draft(shape)
+    count = sum(parameter.numel() for parameter in draft.parameters())
+    head = draft.lm_head.weight.numel()
+    moved = count - (head if train.freeze_head else 0)
+    matrices = sum(parameter.numel() for parameter in draft.parameters() if parameter.dim() > 1) - head
+    moments = 8 * moved - (4 * matrices if train.optimizer == "muon" else 0)
+    weights = 4 * count + 4 * moved + moments + (wide * count if wide < 4 else 0)
+    batch = max(train.tokens_per_batch, 1)
+    share = tokens.supervised / tokens.tokens if tokens and tokens.tokens else 1.0
+    width, query = shape.hidden_size, shape.num_attention_heads * shape.head_dim
+    keys = shape.num_key_value_heads * shape.head_dim
+    kept = wide * (4 * width + 2 * query + 2 * keys + 2 * shape.intermediate_size) * shape.num_hidden_layers
+    steps = train.unroll_steps
+    activations = int(batch * share * (kept + 2 * wide * width * (steps - 1) if train.recompute else kept * steps)) + batch * wide * (8 * width)
+    device = torch.device("cuda" if hardware.count else "cpu")
+    logits = loss_chunk(device) * steps * shape.draft_vocab_size * 6
+    features = batch * 4 * width * max(2, wide) * (3 if hardware.count else 1)
+    frozen = wide * width * (spec.vocab_size + shape.draft_vocab_size) + (0 if hardware.count else 4 * spec.vocab_size * width * (1 if spec.tied else 2))
+    need = weights + activations + logits + features + frozen + (int(OVERHEAD) if hardware.count else 0)
+    parts = {"weights, gradients, moments": weights, "activations": activations, "logits": logits, "features": features, "target's rows": frozen}
+    return {"need": need, "room": hardware.bytes, "parts": parts, "parameters": count}
+
+
+def _of_memory(config: RunConfig, spec: TargetSpec, plan: Plan) -> list[Finding]:
+    found = []
+    place = "a GPU" if plan.hardware.count else "the machine"
+    for name, memory in plan.memory.items():
+        need, room = memory["need"], memory["room"]
+        if not room or need <= room:
+            continue
+        words = f"{name} needs {need / 1e9:,.1f} GB of {place}, and {room / 1e9:,.1f} GB are there for it"
+        found.append(Finding("memory", "fail", words, _smaller(config, spec, plan, name)))
+    return found
+
+
+def _smaller(config: RunConfig, spec: TargetSpec, plan: Plan, name: str) -> str:
+    """The nearest setting that fits."""
+    memory = plan.memory[name]
+    room = memory["room"]
+    if name == "extract":
+        heads = spec.text_config.get("num_attention_heads") or 1
+        if config.target.engine == "vllm":
+            for ranks in range(config.target.tensor_parallel + 1, max(plan.hardware.count, 1) + 1):
+                changed = _with(config, "target", tensor_parallel=ranks)
+                if heads % ranks == 0 and extraction_memory(changed, spec, plan.target["bytes"], plan.hardware)["need"] <= room:
+                    return f"Set target.tensor_parallel = {ranks}."
+        key, section = ("max_batched_tokens", "target") if config.target.engine == "vllm" else ("batch_tokens", "features")
+        tokens = getattr(getattr(config, section), key) // 2
+        while tokens >= 256:
+            if extraction_memory(_with(config, section, **{key: tokens}), spec, plan.target["bytes"], plan.hardware)["need"] <= room:
+                return f"Set {section}.{key} = {tokens}."
+            tokens //= 2
+        return f"The weights alone take {memory['parts']['weights'] / 1e9:,.1f} GB: more or larger GPUs are needed, or a quantised checkpoint."
+    tokens = config.train.tokens_per_batch // 2
+    while tokens >= 256:
+        changed = _with(config, "train", tokens_per_batch=tokens)
+        if training_memory(changed, spec, shape_of(config, spec), plan.hardware, plan.tokens)["need"] <= room:
+            return f"Set train.tokens_per_batch = {tokens}; results stay the same."
+        tokens //= 2
+    for change in ({"recompute": True}, {"freeze_head": True}):
+        changed = _with(config, "train", tokens_per_batch=256, **change)
+        if training_memory(changed, spec, shape_of(config, spec), plan.hardware, plan.tokens)["need"] <= room:
+            return f"Set train.tokens_per_batch = 256 and train.{next(iter(change))} = true."
+    return "Choose a smaller draft (draft.intermediate_size, vocab.size) or a larger GPU."
+
+
+def _with(config: RunConfig, section: str, **changes: Any) -> RunConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})
+
+
+def _of_disk(config: RunConfig, features: int) -> list[Finding]:
+    folder = Path(config.run.folder)
+    place = next(path for path in (folder, *folder.parents) if path.is_dir())
+    here = sum(file.stat().st_size for file in (folder / "features").glob("shard-*")) if (folder / "features").is_dir() else 0
+    wanted = max(0, min(features, quota(config)) - here)
+    try:
+        disk.require_room(place, round(wanted))
+    except UserError as error:
+        room = max(0, shutil.disk_usage(place).free - disk.FREE_FLOOR)
+        step = f'Or set features.keep = "{max(1, int(0.9 * room / 1e9))}GB": they are then captured in rounds.'
+        if config.features.dtype != "float8" and wanted * 0.51 <= room:
+            step = 'Or set features.dtype = "float8", which halves them.'
+        return [Finding("disk", "fail", str(error), step)]
+    return []
+
+
+def _stages(
+    config: RunConfig, spec: TargetSpec, shape: DraftShape | None, plan: Plan, size: Size | None, weights: int, features: int, rates: dict[str, float]
+) -> list[StageCost]:
+    tokens, hardware = plan.tokens, plan.hardware
+    assert tokens is not None
+    load = weights / rates["disk"] if rates.get("disk") else None
+    stages = []
+    prepare = f"{tokens.rows:,} rows, {tokens.tokens:,} tokens, {tokens.supervised / max(1, tokens.tokens):.0%} supervised ({tokens.source})"
+    if tokens.written:
+        prepare += f"; the target writes up to {tokens.written:,} of them"
+    seconds = 0.0 if not tokens.written else tokens.written / rates["generate"] if rates.get("generate") else None
+    stages.append(StageCost("prepare", prepare, seconds, "measured here" if rates.get("generate") else "no measured rate of writing; --calibrate gives one"))
+    rate, source = rates.get("extract"), "measured here"
+    if not rate:
+        rate, source = extraction_rate(config, spec, size, hardware), ROUGH
+    loading = f", after loading {weights / 1e9:,.1f} GB" + (f" in {load:,.0f} s" if load is not None else "")
+    words = f"{features / 1e9:,.2f} GB of features, {token_bytes(config, spec):,} bytes a token{loading}"
+    epochs = config.train.epochs if features > quota(config) else 1
+    stages.append(StageCost("extract", words, epochs * tokens.tokens / rate + (load or 0.0) if rate else None, source if rate else "--calibrate gives a rate"))
+    if shape is not None:
+        rate, source = rates.get("train"), "measured here"
+        if not rate:
+            rate = hardware.flops * TRAIN / training_flops(config, shape, tokens) if hardware.flops else None
+            source = ROUGH
+        steps = -(-tokens.tokens * config.train.epochs // config.train.tokens_per_step)
+        weighs = f"{plan.memory['train']['parameters'] / 1e6:,.1f}M weights"
+        words = f"{config.train.epochs} epochs, about {steps:,} steps of {config.train.tokens_per_step:,} tokens; {weighs}"
+        seconds = tokens.tokens * config.train.epochs / rate if rate else None
+        stages.append(StageCost("train", words, seconds, source if rate else "--calibrate gives a rate"))
+        stages.append(StageCost("export", f"{plan.memory['train']['parameters'] * 2 / 1e9:,.2f} GB in bfloat16", 0.0))
+    return stages
+
+
+def extraction_rate(config: RunConfig, spec: TargetSpec, size: Size | None, hardware: Hardware) -> float | None:
+    """Tokens a second: products at a measured share of the chip's rate, and two all-reduces a layer between GPUs."""
+    if not hardware.flops or size is None:
+        return None
+    ranks = config.target.tensor_parallel if config.target.engine == "vllm" else 1
+    share = EXTRACT_QUANTISED_EXPERTS if spec.quantization and num_experts(spec.text_config) else EXTRACT_DENSE
+    head = spec.vocab_size * spec.hidden_size  # met by the last token of each row alone
+    seconds = 2 * (size.active - head) / (hardware.flops * share * ranks)
+    if ranks > 1 and hardware.link:
+        seconds += 2 * spec.num_layers * spec.hidden_size * 2 * 2 * (ranks - 1) / ranks / hardware.link
+    return 1 / seconds
+
+
+def training_flops(config: RunConfig, shape: DraftShape, tokens: Tokens) -> float:
+    """Operations of the products of one token, as benchmarks/train_step.py counts them, without attention."""
+    share, steps = tokens.supervised / max(1, tokens.tokens), config.train.unroll_steps
+    width, query, key = shape.hidden_size, shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    fuse = 18 * width * width
+    keys = 12 * (2 + (steps - 1) * share) * width * key
+    queries = 6 * (1 + steps) * share * width * query
+    layer = 6 * steps * share * (query * width + 3 * width * shape.intermediate_size) * shape.num_hidden_layers
+    head = (4 if config.train.freeze_head else 6) * steps * share * width * shape.draft_vocab_size
+    return float(fuse + keys + queries + layer + head + 2 * share * width * shape.draft_vocab_size)
+
+
+def read_speed(spec: TargetSpec) -> float | None:
+    """Bytes a second at which the disk gives the weight files, past the page cache; None without files."""
+    files = sorted(spec.path.glob("*.safetensors"), key=lambda file: -file.stat().st_size)
+    if not files:
+        return None
+    with open(files[0], "rb", buffering=0) as file:
+        size = min(LOAD_PROBE, os.fstat(file.fileno()).st_size)
+        os.posix_fadvise(file.fileno(), 0, size, os.POSIX_FADV_DONTNEED)
+        start, done = time.perf_counter(), 0
+        while done < size and (part := file.read(4 << 20)):
+            done += len(part)
+        return done / max(1e-9, time.perf_counter() - start)
+
+
+def _device(config: RunConfig) -> torch.device:
+    try:
+        return resolve_device(config.target.device)
+    except UserError:
+        return torch.device("cuda")
