@@ -11,7 +11,7 @@ import pytest
 import torch
 from draft_helpers import random_draft, random_head, random_ids, random_row, small_shape
 
-from eyas.evaluate.simulate import Acceptance, nothing, one_round, simulate, simulate_rounds
+from eyas.evaluate.simulate import Acceptance, interval, nothing, one_round, simulate, simulate_rounds
 from eyas.train.batch import countable_steps, make_batch
 
 
@@ -156,3 +156,15 @@ def test_documents_of_a_batch_are_simulated_apart() -> None:
     alone = [simulate(draft, head.embedding, ids, make_batch([row], 3, torch.float32), 3)[0] for row in rows]
     assert packed == alone
     assert [acceptance.rounds > 0 for acceptance in packed] == [True, False, True, False]
+
+
+def test_the_interval_over_prompts_is_as_wide_as_prompts_differ() -> None:
+    """Against the normal approximation: prompts of 50 rounds whose length is 2 with a spread of 0.4 give a mean within 1.96 x 0.4 / sqrt(n)."""
+    generator = random.Random(3)
+    for count in (20, 200):
+        prompts = [Acceptance(50, (50,), (round(50 * generator.gauss(1.0, 0.4)),)) for _ in range(count)]
+        low, high = interval(prompts) or [0.0, 0.0]
+        mean = 1 + sum(prompt.accepted[0] for prompt in prompts) / (50 * count)
+        assert low < mean < high and (high - low) / 2 == pytest.approx(1.96 * 0.4 / count**0.5, rel=0.3)
+    assert interval(prompts) == interval(prompts), "the same every time"
+    assert interval(prompts[:1]) is None and interval([]) is None and interval([nothing(1), prompts[0]]) is None

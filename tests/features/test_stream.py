@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from conftest import Outcome, conversation, make_tiny_target, write_run
 
+from eyas.errors import UserError
 from eyas.features.capture import Captured, Capturer
 from eyas.train import loop
 
@@ -99,6 +101,67 @@ def test_a_run_with_a_quota_that_dies_goes_on_as_if_it_had_not_and_captures_litt
     assert codes == [130, 130, 130, 0]
     assert result(path) == everything
     assert sum(captured) < 3.5 * 40, "two epochs, and not much more"
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where target and draft have GPUs of their own; here both have this CPU."""
+    monkeypatch.setattr("eyas.features.stream.beside_training", lambda config: True)
+
+
+@pytest.mark.parametrize(("keep", "limit"), [("none", 4.5e6), ("3MB", 3e6)])
+def test_capturing_beside_training_changes_nothing_but_the_time(
+    keep: str, limit: float, tmp_path: Path, eyas: Eyas, everything: tuple[list[Any], bytes], most: list[int], beside: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = set()
+    capture = Capturer.capture
+
+    def noted(self: Capturer, *arguments: Any) -> Captured:
+        threads.add(threading.current_thread() is threading.main_thread())
+        return capture(self, *arguments)
+
+    monkeypatch.setattr(Capturer, "capture", noted)
+    path = run_of(tmp_path / "run", keep)
+    outcome = eyas("run", path, "--until", "train")
+    assert outcome.code == 0, outcome.err
+    assert result(path) == everything and threads == {True, False}
+    assert 0 < max(most) <= limit, "both rounds together"
+    assert not list((tmp_path / "run" / "runs" / "run" / "features").glob("round*"))
+
+
+@pytest.mark.parametrize("died_in_the_second_store", [False, True])
+def test_a_run_that_dies_with_two_rounds_under_way_goes_on_with_what_is_whole(
+    died_in_the_second_store: bool, tmp_path: Path, eyas: Eyas, everything: tuple[list[Any], bytes], beside: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = run_of(tmp_path / "run", "3MB")
+    real, calls = loop.optimizer_step, [0]
+
+    def dies(*arguments: Any) -> Any:
+        calls[0] += 1
+        store = Path(arguments[2].reader.here.folder).name
+        if calls[0] > 4 and not died and store == ("round-next" if died_in_the_second_store else "round"):
+            died.append(calls[0])
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    died: list[int] = []
+    monkeypatch.setattr(loop, "optimizer_step", dies)
+    assert eyas("run", path, "--until", "train").code == 130 and died
+    outcome = eyas("run", path, "--until", "train")
+    assert outcome.code == 0 and result(path) == everything, outcome.err
+
+
+def test_what_goes_wrong_beside_training_is_told(tmp_path: Path, eyas: Eyas, beside: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Capturer.capture
+
+    def fails(self: Capturer, rows: list[Any], *rest: Any) -> Captured:
+        if threading.current_thread() is not threading.main_thread():
+            raise UserError("The disk went away. Bring it back.")
+        return real(self, rows, *rest)
+
+    monkeypatch.setattr(Capturer, "capture", fails)
+    path = run_of(tmp_path / "run", "3MB")
+    assert "The disk went away" in eyas("run", path, "--until", "train").error
 
 
 def test_a_quota_too_small_for_one_step_is_refused_with_what_it_needs(tmp_path: Path, eyas: Eyas) -> None:

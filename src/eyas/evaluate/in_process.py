@@ -14,7 +14,7 @@ import torch
 
 from eyas.artifact import append_lines, whole_lines
 from eyas.evaluate.prompts import Prompt
-from eyas.evaluate.simulate import Acceptance, nothing, simulate_answer
+from eyas.evaluate.simulate import Acceptance, interval, nothing, simulate_answer
 from eyas.evaluate.speculate import plain_decode, speculative_decode
 from eyas.export.check import ExportedDraft
 from eyas.stage import Context
@@ -103,6 +103,7 @@ def _summary(rows: list[dict[str, Any]], num_draft_tokens: int) -> dict[str, Any
         "rounds": measured.rounds,
         "acceptance_length": measured.length,
         "simulated_acceptance_length": simulated.length,
+        "simulated_interval": interval([Acceptance.of(row["simulated"]) for row in rows]),
         "per_position": measured.per_position,
         "survival": measured.survival,
         "greedy_identical": all(row["identical"] for row in rows),

@@ -31,8 +31,10 @@ def report(summary: dict[str, Any], context: Context) -> None:
             f"evaluate: warning: vLLM {summary['vllm_version']} served an acceptance length of {measured:.3f} where the features of the same answers give "
             f"{simulated:.3f}: the draft does not get there what it was trained on. Check target.dtype and target.extra, and export again."
         )
+    over = summary["simulated_interval"]
+    spread = "" if over is None else f"; other prompts of this kind would give {over[0]:.2f} to {over[1]:.2f} in 95 of 100 cases"
     say(
-        f"evaluate: acceptance length {measured:.3f} (simulated {simulated:.3f}), {summary['speedup']:.2f} times the plain speed; "
+        f"evaluate: acceptance length {measured:.3f} (simulated {simulated:.3f}{spread}), {summary['speedup']:.2f} times the plain speed; "
         f"{context.folder / 'summary.json'}"
     )
 

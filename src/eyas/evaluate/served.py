@@ -25,7 +25,7 @@ from eyas.artifact import append_lines, whole_lines
 from eyas.config import EvaluateSection
 from eyas.evaluate.prompts import Prompt
 from eyas.evaluate.serve import Server, between, server_arguments
-from eyas.evaluate.simulate import Acceptance, nothing, simulate_answer
+from eyas.evaluate.simulate import Acceptance, interval, nothing, simulate_answer
 from eyas.export.check import ExportedDraft
 from eyas.progress import Task
 from eyas.stage import Context
@@ -189,9 +189,8 @@ def _figures(passes: list[Pass], num_draft_tokens: int, parts: Parts) -> dict[st
     drafted, plain = ([parts[f"{side} {each.name}"] for each in passes] for side in ("draft", "plain"))
     ids = [prompt.id for each in passes for prompt in each.prompts]
     measured = sum((Acceptance.of(part["acceptance"]) for part in drafted), nothing(num_draft_tokens))
-    simulated = nothing(num_draft_tokens)
-    if "simulated" in parts:
-        simulated = sum((Acceptance.of(parts["simulated"][name]) for name in ids), simulated)
+    simulations = [Acceptance.of(parts["simulated"][name]) for name in ids] if "simulated" in parts else []
+    simulated = sum(simulations, nothing(num_draft_tokens))
     apart = [tie for tie in parts["ties"] if tie["id"] in ids]
     speed, plain_speed = (sum(part["num_tokens"] for part in side) / sum(part["seconds"] for part in side) for side in (drafted, plain))
     return {
@@ -200,6 +199,7 @@ def _figures(passes: list[Pass], num_draft_tokens: int, parts: Parts) -> dict[st
         "rounds": measured.rounds,
         "acceptance_length": measured.length,
         "simulated_acceptance_length": simulated.length,
+        "simulated_interval": interval(simulations),
         "per_position": measured.per_position,
         "survival": measured.survival,
         "greedy_identical": not apart,

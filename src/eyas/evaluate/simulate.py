@@ -12,6 +12,7 @@ Legend: R rows, K steps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,18 @@ class Acceptance:
             tuple(a + b for a, b in zip(self.drafted, other.drafted, strict=True)),
             tuple(a + b for a, b in zip(self.accepted, other.accepted, strict=True)),
         )
+
+
+def interval(prompts: Sequence[Acceptance]) -> list[float] | None:
+    """The acceptance length's 95% interval over prompts: what other prompts of the same kind would give, by drawing these anew 2,000 times. None of fewer
+    than two prompts."""
+    prompts = [each for each in prompts if each.rounds]
+    if len(prompts) < 2:
+        return None
+    counts = torch.tensor([[each.rounds, sum(each.accepted)] for each in prompts], dtype=torch.float64)
+    drawn = torch.randint(0, len(prompts), (2000, len(prompts)), generator=torch.Generator().manual_seed(0))
+    rounds, accepted = counts[drawn].sum(1).unbind(1)
+    return torch.quantile(1 + accepted / rounds, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
 
 
 def nothing(num_draft_tokens: int) -> Acceptance:

@@ -55,12 +55,17 @@ class Captured:
     rounding: list[float] = field(default_factory=list)
 
 
+class Closed(Exception):
+    """Nobody waits for these features any more."""
+
+
 class Capturer:
     """Holds the target from the first row that is asked for until `close`. log: where the engine's own words go."""
 
     def __init__(self, config: RunConfig, spec: TargetSpec, reporter: Reporter, log: Path) -> None:
         self.config, self.spec, self.reporter, self.log = config, spec, reporter, log
         self.engine: TargetEngine | None = None
+        self.closed = False
         self.head: TargetHead | None = None
 
     def capture(self, rows: list[PreparedRow], store: Path, task: Task, num_all: int) -> Captured:
@@ -75,17 +80,26 @@ class Capturer:
             return found
         if self.engine is None or self.head is None:
             self.engine, self.head = open_engine(config, spec, self.log, self.reporter.say), read_head(spec)
+        if self.closed:
+            self.release()
+            raise Closed
         dtype, capture = DTYPES[config.features.dtype], captured_from(config, spec)
         tolerance = max(TOLERANCE[one] for one in (resolve_dtype(config.target.dtype, resolve_device(config.target.device)), dtype))
         layers = [*capture["features"]["layers"], spec.num_layers]
 
+        def advance(tokens: int) -> None:
+            if self.closed:
+                raise Closed
+            task.advance(tokens)
+
         def room(num_bytes: int, make: Callable[[], OpenShard]) -> OpenShard:
+            advance(0)
             return with_room(store, num_bytes, make, task, self.reporter)
 
         while missing:
             again: set[str] = set()  # rows of a shard that others of its rows did not come for
             shards = self._open_shards(store, missing, hash_json(capture), room)
-            for filled, checksum, error in finished(self.engine, shards, layers, task.advance, self.head):
+            for filled, checksum, error in finished(self.engine, shards, layers, advance, self.head):
                 if filled.lost:
                     found.lost |= {filled.shard.keys[row]: reason for row, reason in filled.lost.items()}
                     self._check_lost(found.lost, num_all)
@@ -100,10 +114,16 @@ class Capturer:
             missing = [row for row in missing if row.key in again]
         return found
 
-    def close(self) -> None:
+    def release(self) -> None:
+        """Gives back what the target holds; the next capture loads it anew."""
         if self.engine is not None:
             self.engine.close()
         self.engine = None
+
+    def close(self) -> None:
+        """The end: a capture that is under way in another thread stops at its next step."""
+        self.closed = True
+        self.release()
 
     def _open_shards(
         self, store: Path, rows: list[PreparedRow], capture: str, room: Callable[[int, Callable[[], OpenShard]], OpenShard]

@@ -2,7 +2,8 @@
 
 A round is a run of optimiser steps whose rows fit into the quota beside the held-out rows, which stay. The order of training does not depend on any of this,
 so the losses are those of a run that keeps everything. The round that is there lies in features/round/, a store like any other: a run that dies goes on with
-what of it is whole.
+what of it is whole. Where target and draft have GPUs of their own they work at the same time: a round then takes half the room, and the next is captured
+beside it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -27,6 +29,7 @@ from eyas.target.spec import TargetSpec
 
 UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12}
 NONE_SHARDS = 2  # what a round holds with keep = "none"
+ROUNDS = ("round", "round-next")  # folders; the second only where the next round is captured beside training
 
 Schedule = Sequence[list[list[str]]]  # optimiser steps: batches of keys
 
@@ -47,6 +50,15 @@ def streams(config: RunConfig, spec: TargetSpec, rows: Sequence[PreparedRow]) ->
     return sum(len(row.tokens) for row in rows) * token_bytes(config, spec) > quota(config)
 
 
+def beside_training(config: RunConfig) -> bool:
+    """Whether target and draft have GPUs of their own: vLLM takes the first ones, training the next."""
+    return config.target.engine == "vllm" and config.target.device == "auto" and torch.cuda.device_count() > config.target.tensor_parallel
+
+
+def _keys(part: Schedule) -> set[str]:
+    return {key for step in part for batch in step for key in batch}
+
+
 class StreamedFeatures:
     """What training reads. lengths: key -> tokens, of all rows. `row` gives those of the round and the held-out ones."""
 
@@ -58,65 +70,83 @@ class StreamedFeatures:
         kept = sum(self.lengths[key] for key in self.kept.places if key in self.lengths) * token_bytes(config, spec)
         self.round_bytes = NONE_SHARDS * shard_size(config) if config.features.keep == "none" else quota(config) - kept
         self.capturer = Capturer(config, spec, reporter, folder / "engine.log")
+        self.stays = resolve_device(config.target.device).type == "cpu"  # the target, while the draft trains: on one GPU they take turns
 
     def row(self, key: str) -> FeatureRow:
         return (self.here if key in self.here.places else self.kept).row(key)
 
     def parts(self, schedule: Schedule) -> Iterator[Schedule]:
-        """The schedule in rounds, each given back when its features are there; they go when the next is asked for."""
-        store, capture = self.folder / "round", captured_from(self.config, self.spec)
-        rounds = self._rounds(schedule)
-        try:
-            for number, part in enumerate(rounds, 1):
-                wanted = {key for step in part for batch in step for key in batch}
-                store.mkdir(exist_ok=True)
-                known: set[str] = set()
-                for entry in open_index(store, capture, self.reporter.say):
-                    if set(entry.keys) <= wanted:
-                        known |= set(entry.keys)
-                    else:  # of a round before, or one planned otherwise
-                        (store / entry.file).unlink()
-                missing = [self.rows[key] for key in sorted(wanted - known)]
-                if missing:
-                    self.reporter.say(f"train: round {number} of {len(rounds)}: capturing {len(missing):,} rows for the next {len(part):,} steps")
-                    with self.reporter.task(self.folder, "extract", sum(len(row.tokens) for row in missing), "tokens") as task:
-                        lost = self.capturer.capture(missing, store, task, len(self.rows)).lost
-                    if not self._stays():
-                        self.capturer.close()
-                    part = self._without(part, lost)
-                self.here = FeatureReader(store)
-                yield part
-                self.here = self.kept
-                shutil.rmtree(store)
-        finally:
-            self.capturer.close()
+        """The schedule in rounds, each given back when its features are there; they go when the next is asked for. Beside training, the next round is
+        captured meanwhile."""
+        rounds, beside = self._rounds(schedule)
+        stores = [self.folder / name for name in (ROUNDS if beside else ROUNDS[:1])]
+        if beside and stores[1].is_dir():
+            found = open_index(stores[1], captured_from(self.config, self.spec), self.reporter.say)
+            if any(set(entry.keys) <= _keys(rounds[0]) for entry in found):  # what a run that died had of this round
+                stores.reverse()
+        if not beside:
+            shutil.rmtree(self.folder / ROUNDS[1], ignore_errors=True)
+        with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)) as pool:
+            try:
+                coming: Future[dict[str, str]] | None = None
+                for number, part in enumerate(rounds):
+                    store = stores[number % len(stores)]
+                    lost = coming.result() if coming else self._fill(store, part, number, len(rounds))
+                    coming = None
+                    if beside and number + 1 < len(rounds):
+                        coming = pool.submit(self._fill, stores[(number + 1) % len(stores)], rounds[number + 1], number + 1, len(rounds))
+                    self.here = FeatureReader(store)
+                    yield self._without(part, lost)
+                    self.here = self.kept
+                    shutil.rmtree(store)
+            finally:
+                self.capturer.close()  # also ends a capture that is under way
 
-    def _rounds(self, schedule: Schedule) -> list[Schedule]:
+    def _fill(self, store: Path, part: Schedule, number: int, total: int) -> dict[str, str]:
+        """Captures what `store` lacks of a round; returns rows without features, with the reason."""
+        wanted, known = _keys(part), set()
+        store.mkdir(exist_ok=True)
+        for entry in open_index(store, captured_from(self.config, self.spec), self.reporter.say):
+            if set(entry.keys) <= wanted:
+                known |= set(entry.keys)
+            else:  # of a round before, or one planned otherwise
+                (store / entry.file).unlink()
+        missing = [self.rows[key] for key in sorted(wanted - known)]
+        if not missing:
+            return {}
+        self.reporter.say(f"train: round {number + 1} of {total}: capturing {len(missing):,} rows for {len(part):,} steps")
+        with self.reporter.task(self.folder, "extract", sum(len(row.tokens) for row in missing), "tokens") as task:
+            lost = self.capturer.capture(missing, store, task, len(self.rows)).lost
+        if not (self.stays or beside_training(self.config)):
+            self.capturer.release()
+        return lost
+
+    def _rounds(self, schedule: Schedule) -> tuple[list[Schedule], bool]:
+        """(the rounds, whether the next is captured while one is trained on: then each takes half the room). Raises UserError if a step does not fit."""
+        largest = max((self._bytes(_keys([step])) for step in schedule), default=0)
+        if largest > self.round_bytes and self.config.features.keep != "none":
+            raise UserError(
+                f"The rows of one optimiser step take {largest / 1e6:,.0f} MB, and features.keep = {self.config.features.keep} leaves "
+                f"{max(0.0, self.round_bytes) / 1e6:,.0f} MB beside the held-out rows. Raise it, or lower train.tokens_per_step."
+            )
+        beside = beside_training(self.config) and 2 * largest <= self.round_bytes
+        room = self.round_bytes / 2 if beside else self.round_bytes
         rounds: list[list[list[list[str]]]] = []
         keys: set[str] = set()
         size = 0
         for step in schedule:
-            rows = {key for batch in step for key in batch}
-            alone, more = self._bytes(rows), self._bytes(rows - keys)
-            if alone > self.round_bytes and self.config.features.keep != "none":
-                raise UserError(
-                    f"The rows of one optimiser step take {alone / 1e6:,.0f} MB, and features.keep = {self.config.features.keep} leaves "
-                    f"{max(0.0, self.round_bytes) / 1e6:,.0f} MB beside the held-out rows. Raise it, or lower train.tokens_per_step."
-                )
-            if not rounds or size + more > self.round_bytes:
+            rows = _keys([step])
+            more = self._bytes(rows - keys)
+            if not rounds or size + more > room:
                 rounds.append([])
-                keys, size, more = set(), 0, alone
+                keys, size, more = set(), 0, self._bytes(rows)
             rounds[-1].append(step)
             keys |= rows
             size += more
-        return list(rounds)
+        return list(rounds), beside and len(rounds) > 1
 
     def _bytes(self, keys: set[str]) -> int:
         return sum(self.lengths[key] for key in keys) * token_bytes(self.config, self.spec)
-
-    def _stays(self) -> bool:
-        """Whether the target can stay loaded while the draft trains: on one GPU they take turns."""
-        return resolve_device(self.config.target.device).type == "cpu" or torch.cuda.device_count() > self.config.target.tensor_parallel
 
     def _without(self, part: Schedule, lost: dict[str, str]) -> Schedule:
         """The steps without rows that have no features. Raises UserError if a step has no other."""

@@ -36,7 +36,12 @@ def planned(config: RunConfig, gpus: str, measure: bool, say: Callable[[str], No
 def check_before_run(config: RunConfig, spec: TargetSpec, say: Callable[[str], None], otherwise: str = "") -> None:
     """Raises UserError with the reason for which the run could not end well, and `otherwise`; says what else to know."""
     prepared = read_manifest(Path(config.run.folder) / "prepare") is not None
-    findings = [*make_plan(config, spec, here()).findings, *quick(config)]
+    plan = make_plan(config, spec, here())
+    if plan.tokens:
+        memory = ", ".join(f"{need['need'] / 1e9:,.1f} GB to {name}" for name, need in plan.memory.items())
+        features = plan.tokens.tokens * plan.token_bytes / 1e9
+        say(f"plan: about {plan.tokens.rows:,} rows, {plan.tokens.tokens:,} tokens, {features:,.2f} GB of features; memory: {memory}")
+    findings = [*plan.findings, *quick(config)]
     for finding in findings:
         if finding.level == "warn":
             say(f"plan: warning: {finding.sentence}")

@@ -36,7 +36,7 @@ def cut_target(spec: TargetSpec, folder: Path, seed: int = 0) -> int:
     """Writes the cut target into `folder`, which must be new; returns its layers. Raises UserError if its tensors cannot be known."""
     folder.mkdir(parents=True)
     shapes = _shapes_of_files(spec.path)
-    depth = _depth(shapes, spec) if shapes else _depth_of_config(spec)
+    depth = max(_depth(shapes, spec), _depth_of_config(spec))
     config = json.loads((spec.path / "config.json").read_bytes())
     if shapes:
         layer = _layers(shapes)
@@ -44,7 +44,8 @@ def cut_target(spec: TargetSpec, folder: Path, seed: int = 0) -> int:
         _shorten(config, spec.num_layers, depth)
     else:
         # The wrapper's names are not known, so the language model alone.
-        config = {**spec.text_config, "architectures": spec.text_config.get("architectures") or [spec.architecture]}
+        kind = SAME_LAYERS.get(spec.text_config["model_type"], spec.text_config["model_type"])
+        config = {**spec.text_config, "model_type": kind, "architectures": spec.text_config.get("architectures") or [spec.architecture]}
         _shorten(config, spec.num_layers, depth)
         shapes = _shapes_of_config(spec, depth)
     for path in spec.path.iterdir():
@@ -78,7 +79,7 @@ def _layers(shapes: Shapes) -> Callable[[str], int]:
 
 
 def _depth(shapes: Shapes, spec: TargetSpec) -> int:
-    """The fewest first layers among which is one of each kind, told by the names and shapes of its tensors."""
+    """The fewest first layers among which is one of each kind, told by the names and shapes of its tensors; FEWEST without any."""
     kinds: dict[int, set[tuple[str, str]]] = {}
     layer_of = _layers(shapes)
     for name, (dtype, shape) in shapes.items():
@@ -86,13 +87,14 @@ def _depth(shapes: Shapes, spec: TargetSpec) -> int:
         if 0 <= layer < spec.num_layers:
             kinds.setdefault(layer, set()).add((re.sub(r"layers\.\d+\.", "", name, count=1), f"{dtype} {shape}"))
     wanted = {frozenset(kind) for kind in kinds.values()}
-    for depth in range(1, spec.num_layers):
+    for depth in range(spec.num_layers):
         if {frozenset(kinds[layer]) for layer in range(depth) if layer in kinds} == wanted:
             return min(spec.num_layers, max(FEWEST, min(depth, MOST)))
     return min(spec.num_layers, MOST)
 
 
 def _depth_of_config(spec: TargetSpec) -> int:
+    """The same by what the config says: layers of one shape may attend in two ways."""
     text = spec.text_config
     dense = int(text.get("first_k_dense_replace") or 0)
     kinds = text.get("layer_types")

@@ -65,6 +65,7 @@ class Plan:
     stages: list[StageCost]
     memory: dict[str, dict[str, Any]]
     hardware: Hardware
+    token_bytes: int  # of features
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -76,7 +77,8 @@ class Plan:
         gpus = max(1, self.hardware.count)
         cost = None if price is None or self.seconds is None else price * gpus * self.seconds / 3600
         return {
-            "target": self.target, "layers": self.layers, "tokens": self.tokens and asdict(self.tokens), "stages": [asdict(stage) for stage in self.stages],
+            "target": self.target, "layers": self.layers, "tokens": self.tokens and asdict(self.tokens), "token_bytes": self.token_bytes,
+            "stages": [asdict(stage) for stage in self.stages],
             "memory": self.memory, "hardware": asdict(self.hardware), "seconds": self.seconds, "price": cost,
             "findings": [asdict(finding) for finding in self.findings],
         }  # fmt: skip
@@ -88,7 +90,9 @@ def make_plan(config: RunConfig, spec: TargetSpec, hardware: Hardware, rates: di
     findings: list[Finding] = []
     chat = _chat(config, spec, findings)
     weights, stored = stored_bytes(spec, size)
-    plan = Plan(_facts(spec, size, weights, stored, chat), _layers(config, spec), _tokens(config, chat, findings), [], {}, hardware, findings)
+    plan = Plan(
+        _facts(spec, size, weights, stored, chat), _layers(config, spec), _tokens(config, chat, findings), [], {}, hardware, token_bytes(config, spec), findings
+    )
     findings += _of_settings(config, spec, hardware)
     shape = _shape(config, spec, findings)
     plan.memory["extract"] = extraction_memory(config, spec, weights, hardware)

@@ -298,6 +298,8 @@ class VllmEngine:
                 self._stop(0.0)
                 raise self._error(during, error) from None
             except Lost as loss:
+                if self.folder is None:  # closed, by another thread: nobody waits for an answer
+                    raise
                 self._stop(0.0)
                 self.lost_in_a_row += 1
                 if self.lost_in_a_row > LOSSES:
@@ -332,9 +334,9 @@ class VllmEngine:
             self.process = None
 
     def close(self) -> None:
+        folder, self.folder = self.folder, None
         self._stop(0.0 if self.unanswered else 30.0)
         self.unanswered.clear()
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder = None
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         atexit.unregister(self.close)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from eyas.artifact import hash_file, read_manifest
 from eyas.config import RunConfig
 from eyas.draft.init import new_draft
@@ -12,7 +14,7 @@ from eyas.draft.shape import DraftShape, draft_shape
 from eyas.errors import UserError
 from eyas.features.reader import FeatureReader
 from eyas.features.run import rows_with_features
-from eyas.features.stream import StreamedFeatures, streams
+from eyas.features.stream import StreamedFeatures, beside_training, streams
 from eyas.prepare.rows import read_rows
 from eyas.stage import Context, Result
 from eyas.target.embeddings import read_head
@@ -44,6 +46,8 @@ def work(context: Context) -> Result:
     features = context.run_folder / "features"
     reader: FeatureReader | StreamedFeatures
     if streams(config, spec, read_rows(context.run_folder / "prepare")):
+        if beside_training(config):
+            device = torch.device(f"cuda:{config.target.tensor_parallel}")
         reader = StreamedFeatures(config, spec, rows, features, context.reporter)
     else:
         reader = FeatureReader(features)
