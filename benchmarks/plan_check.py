@@ -2,17 +2,19 @@
 
     python benchmarks/plan_check.py RUN.toml [--set SECTION.KEY=VALUE ...]
 
-Each stage runs in a process of its own, in a run folder made anew. Memory is the most that the process held resident; prediction / measurement is printed.
+Each stage runs in a process of its own, in a run folder made anew. Memory is the most that the process held of its own
+(mapped files not counted, which the system takes back when it wants); the last column is prediction / measurement.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
+import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +49,22 @@ def eyas(*words: str) -> tuple[str, int]:
     """(what it printed, bytes it held at most). Ends the benchmark if it fails."""
     process = subprocess.Popen([sys.executable, "-m", "eyas.cli", *words], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    out = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        sys.exit(f"eyas {' '.join(words)} ended with {os.waitstatus_to_exitcode(status)}")
-    return out, usage.ru_maxrss * 1024
+    most = 0
+    while process.poll() is None:
+        most = max(most, held(process.pid))
+        time.sleep(0.1)
+    if process.returncode:
+        sys.exit(f"eyas {' '.join(words)} ended with {process.returncode}")
+    return process.stdout.read(), most
+
+
+def held(pid: int) -> int:
+    """Bytes of memory of its own; pages of mapped files, which the system takes back when it wants, are not among them."""
+    try:
+        found = re.search(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:  # just ended
+        return 0
+    return int(found[1]) * 1024 if found else 0
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ Out: calibration.json in the run folder; the plan takes its hours from there.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +16,17 @@ import torch
 from eyas.artifact import read_json, write_json
 from eyas.config import RunConfig
 from eyas.draft.init import new_draft
+from eyas.features.capture import Capturer, captured_from
+from eyas.features.index import open_index
 from eyas.features.reader import FeatureReader
 from eyas.features.shard import FeatureRow
 from eyas.foresight.hardware import Hardware
 from eyas.foresight.plan import read_speed
+from eyas.foresight.tokens import Tokens
+from eyas.prepare.rows import PreparedRow
+from eyas.progress import Reporter
 from eyas.target.embeddings import read_head
-from eyas.target.engine import Sampling, TargetEngine, open_engine, resolve_device, resolve_dtype
+from eyas.target.engine import Sampling, TargetEngine, keep_freed_memory, resolve_device, resolve_dtype
 from eyas.target.spec import TargetSpec
 from eyas.train.batch import make_batch
 from eyas.train.feed import Step
@@ -30,36 +37,68 @@ from eyas.train.run import shape_of
 
 FILE = "calibration.json"
 SECONDS = 15.0  # of each measurement, about; the first round of each is not counted
-ROW = 512  # tokens
 
 
-def calibrate(config: RunConfig, spec: TargetSpec, hardware: Hardware, share: float, writes: bool, say: Callable[[str], None]) -> dict[str, float]:
-    """share: of the tokens that are supervised. writes: whether the target is to write answers. Returns tokens a second by stage, and of "disk" bytes."""
+def calibrate(config: RunConfig, spec: TargetSpec, hardware: Hardware, tokens: Tokens, say: Callable[[str], None]) -> dict[str, float]:
+    """tokens: of the run, whose mean length and supervised share are taken. Returns tokens a second by stage, of "disk" bytes, and "load" in seconds."""
+    keep_freed_memory()
     folder = Path(config.run.folder)
     folder.mkdir(parents=True, exist_ok=True)
     rates: dict[str, float] = {}
     if speed := read_speed(spec):
         rates["disk"] = speed
         say(f"calibrate: weights are read at {speed / 1e9:.2f} GB/s")
-    generator = torch.Generator().manual_seed(0)
-    length = min(ROW, config.data.max_length)
-    layers = [*(config.features.layers or spec.default_layers), spec.num_layers]
-    engine = open_engine(config, spec, folder / "calibrate.log", say)
-    try:
-        if writes:
-            rates["generate"] = _repeated(lambda count: _written(engine, spec, count, generator), config.data.generate_batch or 16)
-            say(f"calibrate: the target writes {rates['generate']:,.0f} tokens/s")
-        rates["extract"] = _repeated(
-            lambda count: len(engine.capture(torch.randint(0, spec.vocab_size, (count, length), generator=generator).tolist(), layers)) * length,
-            max(1, config.features.batch_tokens // length),
-        )
-        say(f"calibrate: the target reads {rates['extract']:,.0f} tokens/s, features written")
-    finally:
-        engine.close()
-    rates["train"] = _trained(config, spec, share, length)
+    length = max(8, min(config.data.max_length, tokens.tokens // max(1, tokens.rows)))
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        store = Path(name)
+        reads = _Reads(config, spec, store, length)
+        try:
+            began = time.monotonic()
+            reads.act(1)
+            rates["load"] = time.monotonic() - began
+            say(f"calibrate: the target is loaded and has read its first row after {rates['load']:,.0f} s")
+            if tokens.written:
+                engine = reads.capturer.engine
+                assert engine is not None
+                rates["generate"] = _repeated(lambda count: _written(engine, spec, count), config.data.generate_batch or 16)
+                say(f"calibrate: the target writes {rates['generate']:,.0f} tokens/s")
+            batch = config.target.max_batched_tokens if config.target.engine == "vllm" else config.features.batch_tokens
+            rates["extract"] = _repeated(reads.act, max(1, 4 * batch // length))
+            say(f"calibrate: the target reads {rates['extract']:,.0f} tokens/s, features written and proved")
+        finally:
+            reads.capturer.close()
+        rates["train"] = _trained(config, spec, tokens.supervised / max(1, tokens.tokens), length, store)
     say(f"calibrate: the draft trains on {rates['train']:,.0f} tokens/s")
     write_json(folder / FILE, {"hardware": f"{hardware.count} x {hardware.name}", "rates": rates})
     return rates
+
+
+class _Reads:
+    """Captures rows of random tokens, from half to one and a half of `length`, as extraction does: written, proved, entered."""
+
+    def __init__(self, config: RunConfig, spec: TargetSpec, store: Path, length: int) -> None:
+        self.spec, self.store, self.length = spec, store, length
+        self.reporter = Reporter(store)
+        self.capturer = Capturer(config, spec, self.reporter, Path(config.run.folder) / "calibrate.log")
+        self.capture = captured_from(config, spec)
+        self.generator = torch.Generator().manual_seed(0)
+        self.number = 0
+
+    def act(self, count: int) -> int:
+        lengths = torch.linspace(0.5, 1.5, count).mul(self.length).long().clamp(8).tolist() if count > 1 else [self.length]
+        rows = [self._row(length) for length in lengths]
+        folder = self.store / "features"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        open_index(folder, self.capture)
+        with self.reporter.task(self.store, "calibrate", 0, "tokens") as task:
+            self.capturer.capture(rows, folder, task, len(rows))
+        return sum(lengths)
+
+    def _row(self, length: int) -> PreparedRow:
+        self.number += 1
+        tokens = torch.randint(0, self.spec.vocab_size, (length,), generator=self.generator, dtype=torch.int32)
+        return PreparedRow(str(self.number), (tokens, torch.ones(length, dtype=torch.bool)), 0, length, False)
 
 
 def read_calibration(config: RunConfig, hardware: Hardware) -> dict[str, float]:
@@ -79,13 +118,13 @@ def _repeated(act: Callable[[int], int], count: int) -> float:
     return done / (time.monotonic() - start)
 
 
-def _written(engine: TargetEngine, spec: TargetSpec, count: int, generator: torch.Generator) -> int:
-    prompts = torch.randint(0, spec.vocab_size, (count, 32), generator=generator).tolist()
+def _written(engine: TargetEngine, spec: TargetSpec, count: int) -> int:
+    prompts = torch.randint(0, spec.vocab_size, (count, 32), generator=torch.Generator().manual_seed(0)).tolist()
     answers = engine.generate(prompts, Sampling(32, 1.0, 1.0, 0))
     return sum(len(answer.tokens) for answer in answers)
 
 
-def _trained(config: RunConfig, spec: TargetSpec, share: float, length: int) -> float:
+def _trained(config: RunConfig, spec: TargetSpec, share: float, length: int, store: Path) -> float:
     """Steps on made-up features, as training makes them: AdamW or Muon included, reading features not."""
     device = resolve_device(config.target.device)
     dtype = resolve_dtype(config.train.dtype, device)
@@ -95,8 +134,8 @@ def _trained(config: RunConfig, spec: TargetSpec, share: float, length: int) -> 
     ids = torch.randperm(spec.vocab_size, generator=generator)[: shape.draft_vocab_size].sort().values
     draft = new_draft(shape, 0, ids, head).to(device)
     optimizer = make_optimizer(draft, config.train, dtype)
-    reader, teacher = FeatureReader(Path(config.run.folder) / "features"), Teacher(head, ids, dtype, device)
-    materials = Materials(reader, [], [], head.embedding.to(device, dtype), teacher, ids.to(device), dtype, device)
+    teacher = Teacher(head, ids, dtype, device)
+    materials = Materials(FeatureReader(store / "features"), [], [], head.embedding.to(device, dtype), teacher, ids.to(device), dtype, device)
     per_batch = max(1, config.train.tokens_per_batch // length)
     num_batches = max(1, config.train.tokens_per_step // config.train.tokens_per_batch)
     rows = [

@@ -26,8 +26,9 @@ def planned(config: RunConfig, gpus: str, measure: bool, say: Callable[[str], No
         if gpus:
             raise UserError("--calibrate measures this machine, and --gpus names another. Give one of them.")
         first = make_plan(config, read_spec(Path(config.target.path)), hardware)
-        share = first.tokens.supervised / max(1, first.tokens.tokens) if first.tokens else 1.0
-        rates = calibrate(config, spec, hardware, share, bool(first.tokens and first.tokens.written), say)
+        if first.tokens is None:
+            return first
+        rates = calibrate(config, spec, hardware, first.tokens, say)
     if "disk" not in rates and not gpus and (speed := read_speed(spec)):
         rates = {**rates, "disk": speed}
     return make_plan(config, spec, hardware, rates)

@@ -41,6 +41,10 @@ EXTRACT_DENSE = 0.56  # Llama-8B shape, vLLM 0.25.1: 39,526 tokens/s with 7.0e9 
 EXTRACT_QUANTISED_EXPERTS = 0.096  # Kimi-K2 width, 384 INT4 experts of which 8, 3 layers, vLLM 0.25.1: 32,346 tokens/s
 TRAIN = 0.57  # Llama-8B shape, K = 7, all supervised: 561 TFLOP/s
 OVERHEAD = 2.5e9  # bytes of a GPU that CUDA, kernels and the allocator's gaps take beside what is counted
+PROCESS = 1.0e9  # bytes of a process on a CPU: libraries, and what the allocator keeps of passing tensors
+# On a CPU elementwise parts are not fused, so that more passing tensors are kept: measured on two shapes by benchmarks/plan_check.py.
+CPU_ACTIVATIONS = 4.3  # times what a GPU keeps
+LOGIT_BYTES = {"cuda": 6, "cpu": 34}  # for each logit of the loss's chunk
 ROUGH = "the maker's rate, at the share that one H200 reached"
 LOAD_PROBE = 64 << 20  # bytes read of the weight files to see how fast their disk is
 
@@ -227,11 +231,11 @@ def extraction_memory(config: RunConfig, spec: TargetSpec, weights: int, hardwar
         tokens, ranks, wide = max(config.features.batch_tokens, config.data.max_length), 1, resolve_dtype(config.target.dtype, _device(config)).itemsize
         weights = max(weights, 0)
     intermediate = spec.text_config.get("intermediate_size") or 4 * width
-    forward = wide * tokens * (6 * width + 3 * intermediate // ranks)
-    states = 2 * 4 * tokens * width * wide  # as the layers leave them, and as they are stored
+    forward = wide * tokens * (3 * width + 2 * intermediate // ranks)
+    states = (2 if hardware.count else 1) * 4 * tokens * width * wide  # as the layers leave them, and on a GPU as they are stored
     cache = cache_bytes(spec.text_config, spec.num_layers) * (config.data.max_length + 1) // (1 if "kv_lora_rank" in spec.text_config else ranks)
     head = 0 if hardware.count else 4 * spec.vocab_size * width * (1 if spec.tied else 2)  # float32, for the proof of capture
-    need = weights // ranks + forward + states + cache + head + (int(OVERHEAD) if hardware.count else 0)
+    need = weights // ranks + forward + states + cache + head + int(OVERHEAD if hardware.count else PROCESS)
     room = hardware.bytes
     if config.target.engine == "vllm" and hardware.count:
         room = int(room * config.target.gpu_memory_utilization)
@@ -257,12 +261,13 @@ def training_memory(config: RunConfig, spec: TargetSpec, shape: DraftShape, hard
     keys = shape.num_key_value_heads * shape.head_dim
     kept = wide * (4 * width + 2 * query + 2 * keys + 2 * shape.intermediate_size) * shape.num_hidden_layers
     steps = train.unroll_steps
-    activations = int(batch * share * (kept + 2 * wide * width * (steps - 1) if train.recompute else kept * steps)) + batch * wide * (8 * width)
     device = torch.device("cuda" if hardware.count else "cpu")
-    logits = loss_chunk(device) * steps * shape.draft_vocab_size * 6
+    kept = kept if hardware.count else int(CPU_ACTIVATIONS * kept)
+    activations = int(batch * share * (kept + 2 * wide * width * (steps - 1) if train.recompute else kept * steps)) + batch * wide * (8 * width)
+    logits = loss_chunk(device) * steps * shape.draft_vocab_size * LOGIT_BYTES[device.type]
     features = batch * 4 * width * max(2, wide) * (3 if hardware.count else 1)
     frozen = wide * width * (spec.vocab_size + shape.draft_vocab_size) + (0 if hardware.count else 4 * spec.vocab_size * width * (1 if spec.tied else 2))
-    need = weights + activations + logits + features + frozen + (int(OVERHEAD) if hardware.count else 0)
+    need = weights + activations + logits + features + frozen + int(OVERHEAD if hardware.count else PROCESS)
     parts = {"weights, gradients, moments": weights, "activations": activations, "logits": logits, "features": features, "target's rows": frozen}
     return {"need": need, "room": hardware.bytes, "parts": parts, "parameters": count}
 
@@ -335,7 +340,7 @@ def _stages(
 ) -> list[StageCost]:
     tokens, hardware = plan.tokens, plan.hardware
     assert tokens is not None
-    load = weights / rates["disk"] if rates.get("disk") else None
+    load = rates.get("load") or (weights / rates["disk"] if rates.get("disk") else None)
     stages = []
     prepare = f"{tokens.rows:,} rows, {tokens.tokens:,} tokens, {tokens.supervised / max(1, tokens.tokens):.0%} supervised ({tokens.source})"
     if tokens.written:

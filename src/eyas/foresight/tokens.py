@@ -13,7 +13,7 @@ from eyas.prepare.chat import Chat
 from eyas.prepare.render import Bad, outcome
 from eyas.prepare.sources import Conversation, RawRow, Source, bytes_of, conversation_of, is_open, raw_rows
 
-SAMPLE = 500  # rows of all sources together that are rendered
+SAMPLE = 2000  # rows of all sources together that are rendered
 READ_SECONDS = 20.0  # of looking at rows without rendering them; what lies behind is extrapolated by bytes
 
 
