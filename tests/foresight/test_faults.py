@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Outcome, make_tiny_target, write_run
+from conftest import ROOT, Outcome, make_tiny_target, write_run
 
 import eyas.export.run
 import eyas.foresight.doctor as doctor
@@ -237,3 +237,9 @@ def test_without_a_fault_all_three_are_content(hollow: Path, tmp_path: Path, eya
     for command in ("plan", "doctor", "rehearse"):
         outcome = eyas(command, path)
         assert outcome.code == 0 and "fail" not in outcome.out, (command, outcome.out, outcome.err)
+
+
+def test_the_table_in_the_docs_is_this_one() -> None:
+    table = [line.split(" | ") for line in (ROOT / "docs" / "plan.md").read_text().splitlines() if line.startswith("| ")][2:]
+    assert [(cells[0].removeprefix("| "), cells[1].strip("`")) for cells in table] == [(fault.name, fault.command) for fault in FAULTS]
+    assert len(FAULTS) >= 25

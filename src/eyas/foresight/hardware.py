@@ -14,7 +14,8 @@ from eyas.errors import UserError, nearest
 # gets out of an all-reduce among several: about 200 where NVLink joins them, about 10 over PCIe.
 KNOWN = {
     "B200": (180, 2250, 200.0), "H200": (141, 989, 200.0), "H100": (80, 989, 200.0), "A100-80GB": (80, 312, 200.0), "A100-40GB": (40, 312, 200.0),
-    "L40S": (48, 362, 10.0), "RTX 6000 Ada": (48, 364, 10.0), "A6000": (48, 155, 10.0), "RTX 4090": (24, 165, 10.0), "RTX 3090": (24, 71, 10.0),
+    "L40S": (48, 362, 10.0), "RTX PRO 6000": (96, 503, 10.0), "RTX 6000 Ada": (48, 364, 10.0), "A6000": (48, 155, 10.0), "RTX 4090": (24, 165, 10.0),
+    "RTX 3090": (24, 71, 10.0),
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ Legend: V target vocabulary, Vd draft vocabulary, D hidden width, K draft steps,
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
@@ -24,7 +25,7 @@ from eyas.errors import UserError
 from eyas.features import disk
 from eyas.features.capture import token_bytes
 from eyas.features.stream import quota
-from eyas.foresight.finding import Finding
+from eyas.foresight.finding import Finding, Level
 from eyas.foresight.hardware import Hardware
 from eyas.foresight.size import Size, cache_bytes, describe_quantization, experts_used, num_experts, size_of
 from eyas.foresight.tokens import Tokens, estimate
@@ -40,6 +41,7 @@ from eyas.vocab.run import draft_vocab_size
 EXTRACT_DENSE = 0.56  # Llama-8B shape, vLLM 0.25.1: 39,526 tokens/s with 7.0e9 weights met by each
 EXTRACT_QUANTISED_EXPERTS = 0.096  # Kimi-K2 width, 384 INT4 experts of which 8, 3 layers, vLLM 0.25.1: 32,346 tokens/s
 TRAIN = 0.57  # Llama-8B shape, K = 7, all supervised: 561 TFLOP/s
+MARGIN = 1.2  # how far a prediction of memory may be off; within it, that something does not fit is a warning
 OVERHEAD = 2.5e9  # bytes of a GPU that CUDA, kernels and the allocator's gaps take beside what is counted
 PROCESS = 1.0e9  # bytes of a process on a CPU: libraries, and what the allocator keeps of passing tensors
 # On a CPU elementwise parts are not fused, so that more passing tensors are kept: measured on two shapes by benchmarks/plan_check.py.
@@ -123,9 +125,9 @@ def _chat(config: RunConfig, spec: TargetSpec, findings: list[Finding]) -> Chat 
         return load_chat(spec, config.target.trust_remote_code, config.data.chat_template_kwargs)
     except UserError as error:
         here = any((spec.path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tiktoken.model"))
-        level = "fail" if here else "warn"
+        level: Level = "fail" if here else "warn"
         text = str(error) if here else f"{spec.path} holds no tokenizer, so rows are taken as long as they may be"
-        findings.append(Finding("chat template", level, text, "" if here else "Copy the tokenizer's files beside config.json."))  # type: ignore[arg-type]
+        findings.append(Finding("chat template", level, text, "" if here else "Copy the tokenizer's files beside config.json."))
         return None
 
 
@@ -280,7 +282,8 @@ def _of_memory(config: RunConfig, spec: TargetSpec, plan: Plan) -> list[Finding]
         if not room or need <= room:
             continue
         words = f"{name} needs {need / 1e9:,.1f} GB of {place}, and {room / 1e9:,.1f} GB are there for it"
-        found.append(Finding("memory", "fail", words, _smaller(config, spec, plan, name)))
+        level: Level = "fail" if need > MARGIN * room else "warn"
+        found.append(Finding("memory", level, words, _smaller(config, spec, plan, name)))
     return found
 
 
@@ -295,6 +298,9 @@ def _smaller(config: RunConfig, spec: TargetSpec, plan: Plan, name: str) -> str:
                 changed = _with(config, "target", tensor_parallel=ranks)
                 if heads % ranks == 0 and extraction_memory(changed, spec, plan.target["bytes"], plan.hardware)["need"] <= room:
                     return f"Set target.tensor_parallel = {ranks}."
+            share = math.ceil(100 * memory["need"] / plan.hardware.bytes) / 100 if plan.hardware.count else 1.0
+            if share <= 0.95:
+                return f"Set target.gpu_memory_utilization = {share}."
         key, section = ("max_batched_tokens", "target") if config.target.engine == "vllm" else ("batch_tokens", "features")
         tokens = getattr(getattr(config, section), key) // 2
         while tokens >= 256:

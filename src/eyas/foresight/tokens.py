@@ -7,11 +7,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eyas.config import RunConfig
+from eyas.config import DataSection, RunConfig
 from eyas.errors import UserError
 from eyas.prepare.chat import Chat
 from eyas.prepare.render import Bad, outcome
-from eyas.prepare.sources import Conversation, RawRow, Source, bytes_of, conversation_of, is_open, raw_rows
+from eyas.prepare.sources import Conversation, RawRow, Source, bytes_of, conversation_of, is_open, raw_rows, with_open_answers
 
 SAMPLE = 2000  # rows of all sources together that are rendered
 READ_SECONDS = 20.0  # of looking at rows without rendering them; what lies behind is extrapolated by bytes
@@ -35,7 +35,7 @@ def estimate(config: RunConfig, chat: Chat | None) -> Tokens:
     kept = tokens = supervised = written = 0
     bad = ""
     for raw in sample:
-        found = outcome(raw, chat, data) if chat else _longest(raw)
+        found = outcome(raw, chat, data) if chat else _unrendered(raw, data)
         if isinstance(found, Bad):
             bad = bad or found.sentence
             continue
@@ -43,7 +43,8 @@ def estimate(config: RunConfig, chat: Chat | None) -> Tokens:
             asked, answers = _asked(found, chat), sum(is_open(message) for message in found.messages)
             length = min(data.max_length, asked + answers * data.max_new_tokens) if chat else data.max_length
             said = min(length, answers * data.max_new_tokens)
-            kept, tokens, supervised, written = kept + 1, tokens + length, supervised + said, written + said
+            kept, tokens, written = kept + 1, tokens + length, written + said
+            supervised += said if answers else length
         else:
             kept += len(found.rows)
             tokens += sum(len(row) for row, _ in found.rows)
@@ -83,9 +84,9 @@ def _sampled(sources: Sequence[Source], seed: int) -> tuple[list[RawRow], int, b
     return chosen, count, True
 
 
-def _longest(raw: RawRow) -> Bad | Conversation:
+def _unrendered(raw: RawRow, data: DataSection) -> Bad | Conversation:
     try:
-        return conversation_of(raw.data, raw.where)
+        return with_open_answers(conversation_of(raw.data, raw.where), data.regenerate)
     except UserError as error:
         return Bad(str(error))
 
