@@ -35,15 +35,18 @@ FEW_FILES = 1024
 SMALL_SHM = 1 << 30  # of /dev/shm, through which vLLM's processes speak; containers often have 64 MB
 # What Eyas calls of vLLM, with the arguments it gives, and for which stage. Printed by the engine's own Python, which may be another than ours.
 ENTRY_POINTS: dict[str, tuple[list[str], str]] = {
-    "vllm:LLM.generate": (["sampling_params", "use_tqdm"], "prepare, extract"),
+    "vllm:LLM.generate": (["prompts", "sampling_params", "use_tqdm"], "prepare, extract"),
     "vllm:LLM.collective_rpc": (["method", "args"], "extract"),
-    "vllm:SamplingParams": (["max_tokens", "temperature", "top_p", "seed", "detokenize", "prompt_logprobs"], "prepare, extract"),
+    "vllm:SamplingParams": (["max_tokens", "temperature", "top_p", "stop_token_ids", "detokenize", "prompt_logprobs"], "prepare, extract"),
     "vllm.engine.arg_utils:EngineArgs": (
-        ["worker_extension_cls", "tensor_parallel_size", "max_num_batched_tokens", "enable_prefix_caching", "enable_chunked_prefill", "enforce_eager"],
-        "prepare, extract",
+        [
+            "model", "dtype", "seed", "tensor_parallel_size", "gpu_memory_utilization", "max_num_batched_tokens", "max_model_len", "trust_remote_code",
+            "disable_log_stats", "worker_extension_cls", "enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "speculative_config",
+        ],
+        "prepare, extract, evaluate",
     ),
     "vllm.entrypoints.openai.api_server:run_server": ([], "evaluate"),
-}
+}  # fmt: skip
 ASK_ENGINE = """
 import importlib, inspect, json, sys
 found = {}

@@ -7,7 +7,6 @@ Legend: V target vocabulary, Vd draft vocabulary, D hidden width, K draft steps,
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import time
@@ -15,11 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from eyas.artifact import read_manifest
 from eyas.config import RunConfig
-from eyas.draft.model import Draft
 from eyas.draft.shape import DraftShape
 from eyas.errors import UserError
 from eyas.features import disk
@@ -27,13 +23,12 @@ from eyas.features.capture import token_bytes
 from eyas.features.stream import quota
 from eyas.foresight.finding import Finding, Level
 from eyas.foresight.hardware import Hardware
-from eyas.foresight.size import Size, cache_bytes, describe_quantization, experts_used, num_experts, size_of
+from eyas.foresight.memory import extraction_memory, too_much, training_memory
+from eyas.foresight.size import Size, describe_quantization, experts_used, num_experts, size_of
 from eyas.foresight.tokens import Tokens, estimate
 from eyas.prepare.chat import Chat, load_chat
 from eyas.target.embeddings import IMPOSSIBLE, TAILS
-from eyas.target.engine import resolve_device, resolve_dtype
 from eyas.target.spec import TargetSpec
-from eyas.train.loop import loss_chunk
 from eyas.train.run import shape_of
 from eyas.vocab.run import draft_vocab_size
 
@@ -41,12 +36,6 @@ from eyas.vocab.run import draft_vocab_size
 EXTRACT_DENSE = 0.56  # Llama-8B shape, vLLM 0.25.1: 39,526 tokens/s with 7.0e9 weights met by each
 EXTRACT_QUANTISED_EXPERTS = 0.096  # Kimi-K2 width, 384 INT4 experts of which 8, 3 layers, vLLM 0.25.1: 32,346 tokens/s
 TRAIN = 0.57  # Llama-8B shape, K = 7, all supervised: 561 TFLOP/s
-MARGIN = 1.2  # how far a prediction of memory may be off; within it, that something does not fit is a warning
-OVERHEAD = 2.5e9  # bytes of a GPU that CUDA, kernels and the allocator's gaps take beside what is counted
-PROCESS = 1.0e9  # bytes of a process on a CPU: libraries, and what the allocator keeps of passing tensors
-# On a CPU elementwise parts are not fused, so that more passing tensors are kept: measured on two shapes by benchmarks/plan_check.py.
-CPU_ACTIVATIONS = 4.3  # times what a GPU keeps
-LOGIT_BYTES = {"cuda": 6, "cpu": 34}  # for each logit of the loss's chunk
 ROUGH = "the maker's rate, at the share that one H200 reached"
 LOAD_PROBE = 64 << 20  # bytes read of the weight files to see how fast their disk is
 
@@ -104,7 +93,7 @@ def make_plan(config: RunConfig, spec: TargetSpec, hardware: Hardware, rates: di
     plan.memory["extract"] = extraction_memory(config, spec, weights, hardware)
     if shape is not None:
         plan.memory["train"] = training_memory(config, spec, shape, hardware, plan.tokens)
-    findings += _of_memory(config, spec, plan)
+    findings += too_much(config, spec, plan.memory, weights, hardware, plan.tokens)
     if plan.tokens is not None:
         features = plan.tokens.tokens * token_bytes(config, spec)
         findings += _of_disk(config, features)
@@ -189,12 +178,11 @@ def _of_settings(config: RunConfig, spec: TargetSpec, hardware: Hardware) -> lis
     if kind in IMPOSSIBLE:
         found.append(Finding("teacher", "fail", f"the logits of model type {kind!r} cannot be rebuilt: {IMPOSSIBLE[kind]}", "Choose another target."))
     elif kind not in TAILS:
-        found.append(
-            Finding("teacher", "fail", f"model type {kind!r} is new to Eyas, which must know its final norm", "Add it to TAILS in target/embeddings.py.")
-        )
+        words = f"model type {kind!r} is new to Eyas, which must know its final norm"
+        found.append(Finding("teacher", "fail", words, "Add it to TAILS in target/embeddings.py."))
     if not spec.stop_ids:
-        text_ = f"{spec.path} names no token that ends a turn (eos_token_id)"
-        found.append(Finding("stop token", "warn", text_, "Add it to generation_config.json; without it answers run on to their limit."))
+        words = f"{spec.path} names no token that ends a turn (eos_token_id)"
+        found.append(Finding("stop token", "warn", words, "Add it to generation_config.json; without it answers run on to their limit."))
     heads = text.get("num_attention_heads")
     if target.engine == "vllm":
         if heads and heads % target.tensor_parallel:
@@ -210,119 +198,15 @@ def _of_settings(config: RunConfig, spec: TargetSpec, hardware: Hardware) -> lis
     elif spec.quantization:
         words = f"the target is quantised ({describe_quantization(spec.quantization)}), which transformers runs slowly, if at all"
         found.append(Finding("engine", "warn", words, 'Set target.engine = "vllm".'))
-    longest = config.data.max_length
-    if longest > config.train.tokens_per_batch:
-        words = f"a row of data.max_length = {longest:,} tokens does not fit into train.tokens_per_batch = {config.train.tokens_per_batch:,}"
-        found.append(
-            Finding("batch", "warn", words, "Such a row makes a batch of its own, larger than that; raise train.tokens_per_batch, or lower max_length.")
-        )
+    if config.data.max_length > config.train.tokens_per_batch:
+        words = f"rows of data.max_length = {config.data.max_length:,} tokens do not fit into train.tokens_per_batch = {config.train.tokens_per_batch:,}"
+        found.append(Finding("batch", "warn", words, "Such a row makes a larger batch of its own; raise train.tokens_per_batch, or lower data.max_length."))
     if config.evaluate.num_draft_tokens > config.train.unroll_steps + 2:
         words = f"evaluate.num_draft_tokens = {config.evaluate.num_draft_tokens}, and training unrolls {config.train.unroll_steps} steps"
         found.append(Finding("draft tokens", "warn", words, "Later tokens are drafted as they were never trained; raise train.unroll_steps."))
     if spec.vocab_size < draft_vocab_size(config, spec):
         found.append(Finding("vocab", "fail", f"vocab.size is larger than the target's vocabulary of {spec.vocab_size:,}", "Set it to that or less."))
     return found
-
-
-def extraction_memory(config: RunConfig, spec: TargetSpec, weights: int, hardware: Hardware) -> dict[str, Any]:
-    """Of one rank: its share of the weights, one forward with the states that are taken from it, keys and values of one longest row."""
-    width = spec.hidden_size
-    if config.target.engine == "vllm":
-        tokens, ranks, wide = max(config.target.max_batched_tokens, config.data.max_length + 1), config.target.tensor_parallel, 2
-    else:
-        tokens, ranks, wide = max(config.features.batch_tokens, config.data.max_length), 1, resolve_dtype(config.target.dtype, _device(config)).itemsize
-        weights = max(weights, 0)
-    intermediate = spec.text_config.get("intermediate_size") or 4 * width
-    forward = wide * tokens * (3 * width + 2 * intermediate // ranks)
-    states = (2 if hardware.count else 1) * 4 * tokens * width * wide  # as the layers leave them, and on a GPU as they are stored
-    cache = cache_bytes(spec.text_config, spec.num_layers) * (config.data.max_length + 1) // (1 if "kv_lora_rank" in spec.text_config else ranks)
-    head = 0 if hardware.count else 4 * spec.vocab_size * width * (1 if spec.tied else 2)  # float32, for the proof of capture
-    need = weights // ranks + forward + states + cache + head + int(OVERHEAD if hardware.count else PROCESS)
-    room = hardware.bytes
-    if config.target.engine == "vllm" and hardware.count:
-        room = int(room * config.target.gpu_memory_utilization)
-    return {"need": need, "room": room, "parts": {"weights": weights // ranks, "forward": forward, "states": states, "cache": cache, "head": head}}
-
-
-def training_memory(config: RunConfig, spec: TargetSpec, shape: DraftShape, hardware: Hardware, tokens: Tokens | None) -> dict[str, Any]:
-    """Of one device. Each draft step keeps, of each supervised row, 4 D + 2 q + 2 kv + 2 MLP widths in the dtype of the products; with train.recompute one
-    step alone does."""
-    train = config.train
-    wide = resolve_dtype(train.dtype, torch.device("cuda") if hardware.count else torch.device("cpu")).itemsize
-    with torch.device("meta"):
-        draft = Draft(shape)
-    count = sum(parameter.numel() for parameter in draft.parameters())
-    head = draft.lm_head.weight.numel()
-    moved = count - (head if train.freeze_head else 0)
-    matrices = sum(parameter.numel() for parameter in draft.parameters() if parameter.dim() > 1) - head
-    moments = 8 * moved - (4 * matrices if train.optimizer == "muon" else 0)
-    weights = 4 * count + 4 * moved + moments + (wide * count if wide < 4 else 0)
-    batch = max(train.tokens_per_batch, 1)
-    share = tokens.supervised / tokens.tokens if tokens and tokens.tokens else 1.0
-    width, query = shape.hidden_size, shape.num_attention_heads * shape.head_dim
-    keys = shape.num_key_value_heads * shape.head_dim
-    kept = wide * (4 * width + 2 * query + 2 * keys + 2 * shape.intermediate_size) * shape.num_hidden_layers
-    steps = train.unroll_steps
-    device = torch.device("cuda" if hardware.count else "cpu")
-    kept = kept if hardware.count else int(CPU_ACTIVATIONS * kept)
-    activations = int(batch * share * (kept + 2 * wide * width * (steps - 1) if train.recompute else kept * steps)) + batch * wide * (8 * width)
-    logits = loss_chunk(device) * steps * shape.draft_vocab_size * LOGIT_BYTES[device.type]
-    features = batch * 4 * width * max(2, wide) * (3 if hardware.count else 1)
-    frozen = wide * width * (spec.vocab_size + shape.draft_vocab_size) + (0 if hardware.count else 4 * spec.vocab_size * width * (1 if spec.tied else 2))
-    need = weights + activations + logits + features + frozen + int(OVERHEAD if hardware.count else PROCESS)
-    parts = {"weights, gradients, moments": weights, "activations": activations, "logits": logits, "features": features, "target's rows": frozen}
-    return {"need": need, "room": hardware.bytes, "parts": parts, "parameters": count}
-
-
-def _of_memory(config: RunConfig, spec: TargetSpec, plan: Plan) -> list[Finding]:
-    found = []
-    place = "a GPU" if plan.hardware.count else "the machine"
-    for name, memory in plan.memory.items():
-        need, room = memory["need"], memory["room"]
-        if not room or need <= room:
-            continue
-        words = f"{name} needs {need / 1e9:,.1f} GB of {place}, and {room / 1e9:,.1f} GB are there for it"
-        level: Level = "fail" if need > MARGIN * room else "warn"
-        found.append(Finding("memory", level, words, _smaller(config, spec, plan, name)))
-    return found
-
-
-def _smaller(config: RunConfig, spec: TargetSpec, plan: Plan, name: str) -> str:
-    """The nearest setting that fits."""
-    memory = plan.memory[name]
-    room = memory["room"]
-    if name == "extract":
-        heads = spec.text_config.get("num_attention_heads") or 1
-        if config.target.engine == "vllm":
-            for ranks in range(config.target.tensor_parallel + 1, max(plan.hardware.count, 1) + 1):
-                changed = _with(config, "target", tensor_parallel=ranks)
-                if heads % ranks == 0 and extraction_memory(changed, spec, plan.target["bytes"], plan.hardware)["need"] <= room:
-                    return f"Set target.tensor_parallel = {ranks}."
-            share = math.ceil(100 * memory["need"] / plan.hardware.bytes) / 100 if plan.hardware.count else 1.0
-            if share <= 0.95:
-                return f"Set target.gpu_memory_utilization = {share}."
-        key, section = ("max_batched_tokens", "target") if config.target.engine == "vllm" else ("batch_tokens", "features")
-        tokens = getattr(getattr(config, section), key) // 2
-        while tokens >= 256:
-            if extraction_memory(_with(config, section, **{key: tokens}), spec, plan.target["bytes"], plan.hardware)["need"] <= room:
-                return f"Set {section}.{key} = {tokens}."
-            tokens //= 2
-        return f"The weights alone take {memory['parts']['weights'] / 1e9:,.1f} GB: more or larger GPUs are needed, or a quantised checkpoint."
-    tokens = config.train.tokens_per_batch // 2
-    while tokens >= 256:
-        changed = _with(config, "train", tokens_per_batch=tokens)
-        if training_memory(changed, spec, shape_of(config, spec), plan.hardware, plan.tokens)["need"] <= room:
-            return f"Set train.tokens_per_batch = {tokens}; results stay the same."
-        tokens //= 2
-    for change in ({"recompute": True}, {"freeze_head": True}):
-        changed = _with(config, "train", tokens_per_batch=256, **change)
-        if training_memory(changed, spec, shape_of(config, spec), plan.hardware, plan.tokens)["need"] <= room:
-            return f"Set train.tokens_per_batch = 256 and train.{next(iter(change))} = true."
-    return "Choose a smaller draft (draft.intermediate_size, vocab.size) or a larger GPU."
-
-
-def _with(config: RunConfig, section: str, **changes: Any) -> RunConfig:
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})
 
 
 def _of_disk(config: RunConfig, features: int) -> list[Finding]:
@@ -411,10 +295,3 @@ def read_speed(spec: TargetSpec) -> float | None:
         while done < size and (part := file.read(4 << 20)):
             done += len(part)
         return done / max(1e-9, time.perf_counter() - start)
-
-
-def _device(config: RunConfig) -> torch.device:
-    try:
-        return resolve_device(config.target.device)
-    except UserError:
-        return torch.device("cuda")
