@@ -16,7 +16,9 @@ from eyas.artifact import append_lines, whole_lines
 from eyas.evaluate.prompts import Prompt
 from eyas.evaluate.simulate import Acceptance, interval, nothing, simulate_answer
 from eyas.evaluate.speculate import plain_decode, speculative_decode
+from eyas.evaluate.suspects import suspects
 from eyas.export.check import ExportedDraft
+from eyas.prepare.chat import Chat
 from eyas.stage import Context
 from eyas.target.embeddings import read_head
 from eyas.target.engine import resolve_device
@@ -25,12 +27,16 @@ from eyas.target.transformers_engine import TransformersEngine
 ROWS = "rows.jsonl"
 
 
-def measure_in_process(context: Context, prompts: list[Prompt], exported: ExportedDraft, stop_ids: frozenset[int], dtype: torch.dtype) -> dict[str, Any]:
+def measure_in_process(context: Context, prompts: list[Prompt], exported: ExportedDraft, chat: Chat, dtype: torch.dtype) -> dict[str, Any]:
     """The part of summary.json that depends on how the draft was run."""
     section, k = context.config.evaluate, context.config.evaluate.num_draft_tokens
     device = resolve_device(context.config.target.device)
     engine = TransformersEngine(context.spec, device, dtype, context.config.target.trust_remote_code)
     engine.attend_row_by_row()
+    layers = [*exported.draft.shape.aux_layers, context.spec.num_layers]
+    faults = suspects(context.run_folder, layers, list(range(context.spec.num_layers + 1)), engine.capture, chat)
+    for fault in faults:
+        context.reporter.say(f"evaluate: warning: {fault}")
     embedding = read_head(context.spec).embedding.to(device, dtype)
     exported = ExportedDraft(exported.draft.to(device, dtype), exported.ids.to(device))
     done = _read_rows(context.folder / ROWS)
@@ -38,15 +44,16 @@ def measure_in_process(context: Context, prompts: list[Prompt], exported: Export
         task.skip(sum(prompt.id in done for prompt in prompts))
         todo = [prompt for prompt in prompts if prompt.id not in done]
         if todo:  # the first forward pays for what is set up once
-            _measure(engine, exported, embedding, todo[0], stop_ids, min(8, section.max_new_tokens), k, False)
+            _measure(engine, exported, embedding, todo[0], chat.stop_ids, min(8, section.max_new_tokens), k, False)
         for number, prompt in enumerate(todo):
-            row = _measure(engine, exported, embedding, prompt, stop_ids, section.max_new_tokens, k, number % 2 == 1)
+            row = _measure(engine, exported, embedding, prompt, chat.stop_ids, section.max_new_tokens, k, number % 2 == 1)
             done[prompt.id] = row
             append_lines(context.folder / ROWS, [row])
             task.advance(1, f"acceptance length {Acceptance.of(row['measured']).length or 0:.2f} on {prompt.id}")
     rows = [done[prompt.id] for prompt in prompts]
     return {
         **_summary(rows, k),
+        "suspects": faults,
         "by_category": {
             category: _summary([row for row in rows if row["category"] == category], k) for category in dict.fromkeys(row["category"] for row in rows)
         },

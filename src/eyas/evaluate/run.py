@@ -73,10 +73,10 @@ def work(context: Context) -> Result:
     if section.engine == "vllm":
         parts = serve_passes(context, prompts, chat.stop_ids, dtype)
         write_json(context.folder / "summary.json", {**common, **summarise(prompts, section, parts)})  # stands, should the simulation fail
-        simulate_passes(context, prompts, exported, dtype, parts)
+        simulate_passes(context, prompts, exported, chat, dtype, parts)
         summary = {**common, **summarise(prompts, section, parts)}
     else:
-        summary = {**common, **measure_in_process(context, prompts, exported, chat.stop_ids, dtype)}
+        summary = {**common, **measure_in_process(context, prompts, exported, chat, dtype)}
     write_json(context.folder / "summary.json", summary)
     report(summary, context)
     return Result({key: summary[key] for key in COUNTS}, content=hash_json(summary))

@@ -6,6 +6,7 @@ served.jsonl keeps a line for each finished part, so that an interrupted evaluat
     draft C             C requests at a time
     plain ...           the same without the draft
     ties                where the answers part, how near the target alone holds the two tokens to be
+    suspects            what of the stored features is not what the target gives now (suspects.py)
     simulated           the acceptance that the features of the plain answers give, a value a prompt
 """
 
@@ -26,7 +27,9 @@ from eyas.config import EvaluateSection
 from eyas.evaluate.prompts import Prompt
 from eyas.evaluate.serve import Server, between, server_arguments
 from eyas.evaluate.simulate import Acceptance, interval, nothing, simulate_answer
+from eyas.evaluate.suspects import suspects
 from eyas.export.check import ExportedDraft
+from eyas.prepare.chat import Chat
 from eyas.progress import Task
 from eyas.stage import Context
 from eyas.target.embeddings import read_head
@@ -130,7 +133,7 @@ def serve_once(context: Context, prompts: list[Prompt], dtype: torch.dtype) -> A
         return server.counters(section.num_draft_tokens)
 
 
-def simulate_passes(context: Context, prompts: list[Prompt], exported: ExportedDraft, dtype: torch.dtype, parts: Parts) -> None:
+def simulate_passes(context: Context, prompts: list[Prompt], exported: ExportedDraft, chat: Chat, dtype: torch.dtype, parts: Parts) -> None:
     """The part "simulated": runs the target once more, in the engine of the run file, on the plain answers."""
     if "simulated" in parts:
         return
@@ -152,6 +155,7 @@ def simulate_passes(context: Context, prompts: list[Prompt], exported: ExportedD
             for batch in batches([len(text) for text in texts], config.features.batch_tokens):
                 states += engine.capture([texts[number] for number in batch], layers)
                 task.advance(len(batch))
+            faults = suspects(context.run_folder, layers, layers, engine.capture, chat)  # one process taps one choice of layers
         finally:
             engine.close()  # its memory is wanted for the draft
         device = resolve_device(config.target.device)
@@ -161,6 +165,9 @@ def simulate_passes(context: Context, prompts: list[Prompt], exported: ExportedD
             prompt.id: asdict(simulate_answer(states_TLD, exported, embedding, prompt.tokens, answer, k))
             for (prompt, answer), states_TLD in zip(answered, states, strict=True)
         }
+    for fault in faults:
+        context.reporter.say(f"evaluate: warning: {fault}")
+    parts.keep("suspects", faults)
     parts.keep("simulated", found)
 
 
@@ -176,6 +183,7 @@ def summarise(prompts: list[Prompt], section: EvaluateSection, parts: Parts) -> 
         levels.append({"concurrency": level, "num_answers": answers, **{name: figures[name] for name in (*SPEEDS, "acceptance_length")}})
     return {
         "vllm_version": ", ".join(versions),
+        "suspects": parts.found.get("suspects", []),
         **_figures(single, section.num_draft_tokens, parts),
         "concurrency": levels,
         "by_category": {each.prompts[0].category: _figures([each], section.num_draft_tokens, parts) for each in single},
