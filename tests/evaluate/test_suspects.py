@@ -128,6 +128,10 @@ def test_features_that_are_gone_or_damaged_do_not_stop_an_evaluation(target: Pat
     data[-100] ^= 1
     shard.write_bytes(data)
     assert "checksum" in eyas("evaluate", path).err
+    (tmp_path / "runs" / "run" / "features" / "index.jsonl").write_bytes(b"")
+    (tmp_path / "runs" / "run" / "evaluate" / "manifest.json").unlink()
+    outcome = eyas("evaluate", path)
+    assert outcome.code == 0 and "index.jsonl is missing or empty" in outcome.err, outcome.err
 
 
 def test_norms_that_differ_from_one_do_not_look_like_a_fault(tmp_path: Path, eyas: Eyas) -> None:

@@ -230,6 +230,7 @@ def test_what_is_wrong_is_named_before_any_weight_is_read(fault: Fault, hollow: 
     assert "Traceback" not in said
     assert outcome.code == 2 or "warn" in said, said
     assert all(part in said for part in fault.says), said
+    assert not (tmp_path / "runs" / "run" / "rehearsal" / "target").exists(), "gigabytes, of a real target"
 
 
 def test_without_a_fault_all_three_are_content(hollow: Path, tmp_path: Path, eyas: Eyas) -> None:

@@ -14,6 +14,7 @@ from conftest import ROOT, VLLM_PYTHON, Outcome, make_tiny_target, write_run
 from safetensors.torch import load_file, save_file
 
 from eyas.foresight.cut import cut_target, made_up
+from eyas.foresight.hardware import Hardware
 from eyas.target.spec import read_header, read_spec
 
 Eyas = Callable[..., Outcome]
@@ -165,3 +166,9 @@ def test_vllm_rehearses_and_serves_a_real_model_of_few_layers(smollm2: Path, tmp
     assert outcome.code == 0, outcome.err
     assert "vLLM serves it beside the target" in outcome.err and "26 layers" in outcome.err
     assert "rounds" in (tmp_path / "runs" / "run" / "rehearsal" / "run" / "log.txt").read_text()
+
+
+def test_a_machine_too_small_for_the_run_can_rehearse_it(tmp_path: Path, tiny_target: Path, eyas: Eyas, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyas.foresight.check.here", lambda: Hardware("CPU", 0, 1000))
+    outcome = eyas("rehearse", write_run(tmp_path, tiny_target))
+    assert outcome.code == 0 and "warning: extract needs" in outcome.err, outcome.err

@@ -16,7 +16,7 @@ from eyas.artifact import append_lines, whole_lines
 from eyas.evaluate.prompts import Prompt
 from eyas.evaluate.simulate import Acceptance, interval, nothing, simulate_answer
 from eyas.evaluate.speculate import plain_decode, speculative_decode
-from eyas.evaluate.suspects import suspects
+from eyas.evaluate.suspects import told_suspects
 from eyas.export.check import ExportedDraft
 from eyas.prepare.chat import Chat
 from eyas.stage import Context
@@ -34,9 +34,7 @@ def measure_in_process(context: Context, prompts: list[Prompt], exported: Export
     engine = TransformersEngine(context.spec, device, dtype, context.config.target.trust_remote_code)
     engine.attend_row_by_row()
     layers = [*exported.draft.shape.aux_layers, context.spec.num_layers]
-    faults = suspects(context.run_folder, layers, list(range(context.spec.num_layers + 1)), engine.capture, chat)
-    for fault in faults:
-        context.reporter.say(f"evaluate: warning: {fault}")
+    faults = told_suspects(context, layers, list(range(context.spec.num_layers + 1)), engine.capture, chat)
     embedding = read_head(context.spec).embedding.to(device, dtype)
     exported = ExportedDraft(exported.draft.to(device, dtype), exported.ids.to(device))
     done = _read_rows(context.folder / ROWS)

@@ -27,7 +27,7 @@ from eyas.config import EvaluateSection
 from eyas.evaluate.prompts import Prompt
 from eyas.evaluate.serve import Server, between, server_arguments
 from eyas.evaluate.simulate import Acceptance, interval, nothing, simulate_answer
-from eyas.evaluate.suspects import suspects
+from eyas.evaluate.suspects import told_suspects
 from eyas.export.check import ExportedDraft
 from eyas.prepare.chat import Chat
 from eyas.progress import Task
@@ -86,17 +86,14 @@ def serve_passes(context: Context, prompts: list[Prompt], stop_ids: frozenset[in
     passes = plan_passes(prompts, section.concurrency)
     stops = sorted(stop_ids)
     k = section.num_draft_tokens
-    # A round drafts a little beyond the end of the answer.
-    longest = min(max(len(prompt.tokens) for prompt in prompts) + section.max_new_tokens + k + 1, context.spec.max_length)
-    name = str(dtype).removeprefix("torch.")
     with context.reporter.task(context.folder, "evaluate", 2 * sum(len(each.prompts) for each in passes), "answers") as task:
-        for side, draft in (("draft", context.run_folder / "export" / "vllm"), ("plain", None)):
+        for side in ("draft", "plain"):
+            draft = side == "draft"
             todo = [each for each in passes if f"{side} {each.name}" not in parts]
             task.skip(sum(len(each.prompts) for each in passes) - sum(len(each.prompts) for each in todo))
             if not todo and (draft or "ties" in parts):
                 continue
-            arguments = server_arguments(context.config.target, context.spec.path, name, longest, draft, k)
-            with Server(context.config.target.python, arguments, context.folder / f"server-{side}.log", lambda line: task.advance(0, line)) as server:
+            with _server(context, prompts, dtype, side, task) as server:
                 warm = 0
                 for each in todo:
                     if warm < each.concurrency:  # what a server sets up at its first requests is not measured
@@ -117,18 +114,22 @@ def serve_passes(context: Context, prompts: list[Prompt], stop_ids: frozenset[in
     return parts
 
 
+def _server(context: Context, prompts: list[Prompt], dtype: torch.dtype, side: str, task: Task) -> Server:
+    """side: "draft", with the exported draft, or "plain"."""
+    section, target = context.config.evaluate, context.config.target
+    # A round drafts a little beyond the end of the answer.
+    longest = max(len(prompt.tokens) for prompt in prompts) + section.max_new_tokens + section.num_draft_tokens + 1
+    draft = context.run_folder / "export" / "vllm" if side == "draft" else None
+    name, longest = str(dtype).removeprefix("torch."), min(longest, context.spec.max_length)
+    arguments = server_arguments(target, context.spec.path, name, longest, draft, section.num_draft_tokens)
+    return Server(target.python, arguments, context.folder / f"server-{side}.log", lambda line: task.advance(0, line))
+
+
 def serve_once(context: Context, prompts: list[Prompt], dtype: torch.dtype) -> Acceptance:
     """Whether vLLM serves target and draft at all: no plain server, no comparison. Raises UserError."""
     section = context.config.evaluate
-    longest = max(len(prompt.tokens) for prompt in prompts) + section.max_new_tokens + section.num_draft_tokens + 1
-    name = str(dtype).removeprefix("torch.")
-    draft = context.run_folder / "export" / "vllm"
-    arguments = server_arguments(context.config.target, context.spec.path, name, min(longest, context.spec.max_length), draft, section.num_draft_tokens)
     context.folder.mkdir(exist_ok=True)
-    with (
-        context.reporter.task(context.folder, "evaluate", len(prompts), "answers") as task,
-        Server(context.config.target.python, arguments, context.folder / "server-draft.log", lambda line: task.advance(0, line)) as server,
-    ):
+    with context.reporter.task(context.folder, "evaluate", len(prompts), "answers") as task, _server(context, prompts, dtype, "draft", task) as server:
         _answer(server, Pass("", 1, prompts), [], section.max_new_tokens, task)
         return server.counters(section.num_draft_tokens)
 
@@ -155,7 +156,7 @@ def simulate_passes(context: Context, prompts: list[Prompt], exported: ExportedD
             for batch in batches([len(text) for text in texts], config.features.batch_tokens):
                 states += engine.capture([texts[number] for number in batch], layers)
                 task.advance(len(batch))
-            faults = suspects(context.run_folder, layers, layers, engine.capture, chat)  # one process taps one choice of layers
+            faults = told_suspects(context, layers, layers, engine.capture, chat)  # one process taps one choice of layers
         finally:
             engine.close()  # its memory is wanted for the draft
         device = resolve_device(config.target.device)
@@ -165,8 +166,6 @@ def simulate_passes(context: Context, prompts: list[Prompt], exported: ExportedD
             prompt.id: asdict(simulate_answer(states_TLD, exported, embedding, prompt.tokens, answer, k))
             for (prompt, answer), states_TLD in zip(answered, states, strict=True)
         }
-    for fault in faults:
-        context.reporter.say(f"evaluate: warning: {fault}")
     parts.keep("suspects", faults)
     parts.keep("simulated", found)
 

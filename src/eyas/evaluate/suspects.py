@@ -1,4 +1,4 @@
-"""Whether the draft learnt from what the target gives now: some held-out rows go through the target once more, before anything is measured.
+"""Whether the draft learnt from what the target gives now: some held-out rows go through the target once more.
 
 A draft that was trained on the states of another layer, on another row's, on zeros, or on spans that are off by one, accepts little, and no loss curve says
 why. Each such fault is looked for here and named.
@@ -20,6 +20,7 @@ from eyas.features.reader import FeatureReader
 from eyas.features.shard import FeatureRow
 from eyas.prepare.chat import Chat
 from eyas.prepare.rows import read_rows
+from eyas.stage import Context
 
 ROWS = 4
 TOKENS = 192  # of each row, its first; later ones change nothing about them
@@ -29,14 +30,22 @@ SIZES = (0.8, 1.25)
 Capture = Callable[[list[list[int]], list[int]], list[torch.Tensor]]
 
 
+def told_suspects(context: Context, layers: list[int], searched: list[int], capture: Capture, chat: Chat) -> list[str]:
+    """As `suspects`, each said as a warning."""
+    found = suspects(context.run_folder, layers, searched, capture, chat)
+    for fault in found:
+        context.reporter.say(f"evaluate: warning: {fault}")
+    return found
+
+
 def suspects(run_folder: Path, layers: list[int], searched: list[int], capture: Capture, chat: Chat) -> list[str]:
-    """Sentences, the likeliest cause first; empty if all is well. layers: of the stored features, the last of them `last`. searched: layers among which the
-    one is looked for that stands in another's place. capture: rows of tokens and layers -> states [T, L, D] of each."""
+    """Sentences; empty if all is well. layers: of the stored features, the last of them `last`. searched: layers among which the one is looked for that stands
+    in another's place. capture: rows of tokens and layers -> states [T, L, D] of each."""
     if not (run_folder / "features" / INDEX).exists():  # deleted to make room
         return []
-    reader = FeatureReader(run_folder / "features")
-    keys = sorted(row.key for row in read_rows(run_folder / "prepare") if row.holdout and row.key in reader.places)[:ROWS]
     try:
+        reader = FeatureReader(run_folder / "features")
+        keys = sorted(row.key for row in read_rows(run_folder / "prepare") if row.holdout and row.key in reader.places)[:ROWS]
         rows = [reader.row(key) for key in keys]
     except UserError as error:
         return [str(error)]

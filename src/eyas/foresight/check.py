@@ -34,8 +34,9 @@ def planned(config: RunConfig, gpus: str, measure: bool, say: Callable[[str], No
     return make_plan(config, spec, hardware, rates)
 
 
-def check_before_run(config: RunConfig, spec: TargetSpec, say: Callable[[str], None], otherwise: str = "") -> None:
-    """Raises UserError with the reason for which the run could not end well, and `otherwise`; says what else to know."""
+def check_before_run(config: RunConfig, spec: TargetSpec, say: Callable[[str], None], otherwise: str = "", forgiven: tuple[str, ...] = ()) -> None:
+    """Raises UserError with the reason for which the run could not end well, and `otherwise`; says what else to know. forgiven: findings that are said and
+    stop nothing."""
     prepared = read_manifest(Path(config.run.folder) / "prepare") is not None
     plan = make_plan(config, spec, here())
     if plan.tokens:
@@ -44,9 +45,10 @@ def check_before_run(config: RunConfig, spec: TargetSpec, say: Callable[[str], N
         say(f"plan: about {plan.tokens.rows:,} rows, {plan.tokens.tokens:,} tokens, {features:,.2f} GB of features; memory: {memory}")
     findings = [*plan.findings, *quick(config)]
     for finding in findings:
-        if finding.level == "warn":
+        if finding.level == "warn" or (finding.level == "fail" and finding.name in forgiven):
             say(f"plan: warning: {finding.sentence}")
-    fails = [finding for finding in findings if finding.level == "fail" and not (prepared and finding.name == "data")]
+    forgiven = (*forgiven, "data") if prepared else forgiven
+    fails = [finding for finding in findings if finding.level == "fail" and finding.name not in forgiven]
     if fails:
         more = f" ({len(fails) - 1} more; `eyas plan` and `eyas doctor` list them.)" if len(fails) > 1 else ""
         raise UserError(f"The run cannot end well. {fails[0].sentence}{more} {otherwise}".strip())

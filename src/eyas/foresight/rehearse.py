@@ -34,6 +34,20 @@ def rehearse(config: RunConfig, spec: TargetSpec, say: Callable[[str], None]) ->
     folder = Path(config.run.folder) / "rehearsal"
     shutil.rmtree(folder, ignore_errors=True)
     began = time.monotonic()
+    try:
+        depth, log = _act_out(config, spec, folder, say)
+    finally:
+        shutil.rmtree(folder / "target", ignore_errors=True)  # gigabytes, however it ended
+    say(f"rehearse: all of it in {clock(time.monotonic() - began)}; what each stage said is in {log}")
+    for title, lines in (("Proved", proved(config, spec)), ("Not provable without the real weights", unproved(config, spec, depth))):
+        say(f"{title}:")
+        for line in lines:
+            say(f"  - {line}")
+
+
+def _act_out(config: RunConfig, spec: TargetSpec, folder: Path, say: Callable[[str], None]) -> tuple[int, Path]:
+    """-> the layers of the cut target, and the log of the stages."""
+    began = time.monotonic()
     depth = cut_target(spec, folder / "target", config.run.seed)
     size = sum(path.stat().st_size for path in (folder / "target").iterdir())
     say(f"rehearse: the target cut to {depth} of {spec.num_layers} layers with made-up weights, {size / 1e9:,.2f} GB, {clock(time.monotonic() - began)}")
@@ -51,12 +65,7 @@ def rehearse(config: RunConfig, spec: TargetSpec, say: Callable[[str], None]) ->
             raise UserError(f"The rehearsal failed in `{stage.name}`, and so would the run: {error}") from None
         run.reporter.note(printed.getvalue())
         say(f"rehearse: {stage.name}: went through, {clock(time.monotonic() - start)}")
-    shutil.rmtree(folder / "target")
-    say(f"rehearse: all of it in {clock(time.monotonic() - began)}; what each stage said is in {run.reporter.log}")
-    for title, lines in (("Proved", proved(config, spec)), ("Not provable without the real weights", unproved(config, spec, depth))):
-        say(f"{title}:")
-        for line in lines:
-            say(f"  - {line}")
+    return depth, run.reporter.log
 
 
 def _serve(run: Run) -> None:
