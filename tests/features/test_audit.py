@@ -57,11 +57,19 @@ def change_tokens_and_seal(path: Path) -> None:
     assert fault_of(path.parent, entry) is None
 
 
+def flip_and_damage_the_index(folder: Path) -> None:
+    """Two faults at once: what can still be read of the index must be held against the files."""
+    flip(folder / "shard-00001.safetensors")
+    lines = (folder / INDEX).read_bytes().splitlines(keepends=True)
+    (folder / INDEX).write_bytes(b"".join([*lines[:-1], lines[-1].replace(b"shard-", b"shbrd-")]))
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a flipped bit": (lambda folder: flip(folder / "shard-00001.safetensors"), "its checksum is not the one"),
     "a truncated file": (lambda folder: (folder / "shard-00001.safetensors").write_bytes(b"abc"), "it has 3 bytes"),
     "a file gone": (lambda folder: (folder / "shard-00001.safetensors").unlink(), "shard-00001.safetensors is gone"),
     "other tokens": (lambda folder: change_tokens_and_seal(folder / "shard-00001.safetensors"), "holds other tokens in row 0"),
+    "a flipped bit and a damaged index": (flip_and_damage_the_index, "its checksum is not the one"),
     "no index": (lambda folder: (folder / INDEX).unlink(), "is missing or empty"),
 }
 

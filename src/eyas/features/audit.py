@@ -14,8 +14,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from eyas.artifact import read_json
-from eyas.errors import UserError
-from eyas.features.index import READERS, ShardEntry, fault_of, read_index
+from eyas.features.index import INDEX, READERS, ShardEntry, entries_left, fault_of
 from eyas.features.run import LOST
 from eyas.prepare.rows import row_key
 
@@ -36,11 +35,9 @@ class Audit:
 def audit(folder: Path, wanted: list[str], advance: Callable[[int], None]) -> Audit:
     """wanted: keys of the rows that should have features. advance: told of bytes as they are read. Reads and changes nothing."""
     found = Audit()
-    try:
-        entries = read_index(folder)
-    except UserError as error:
-        found.faults.append(str(error).partition(". ")[0])
-        entries = []
+    entries, fault = entries_left(folder)  # of a damaged index too: a shard may be damaged besides
+    if fault:
+        found.faults.append(f"{folder / INDEX} {fault}, so nothing says which shards are complete")
     newest = {key: entry.file for entry in entries for key in entry.keys}  # a lost shard stays listed; its rows stand in a later one
     read = set(newest.values())
     entries = [entry for entry in entries if entry.file in read]

@@ -108,12 +108,20 @@ def _captured_from(path: Path) -> str | None:
 
 def read_index(folder: Path) -> list[ShardEntry]:
     """Raises UserError if there is no index, or a damaged one."""
+    whole, fault = entries_left(folder)
+    if fault:
+        raise UserError(f"{folder / INDEX} {fault}, so nothing says which shards are complete. {REPAIR}")
+    return whole
+
+
+def entries_left(folder: Path) -> tuple[list[ShardEntry], str | None]:
+    """Those that can be read, and what is wrong with the index, as the end of a sentence; None if nothing is."""
     lines = whole_lines(folder / INDEX)
     entries = [_entry(_parsed(line)) for line in lines[1:]]
     whole = [entry for entry in entries if entry is not None]
-    if not lines or len(whole) < len(entries):
-        raise UserError(f"{folder / INDEX} is {'damaged' if lines else 'missing or empty'}, so nothing says which shards are complete. {REPAIR}")
-    return whole
+    if not lines:
+        return [], "is missing or empty"
+    return whole, "is damaged" if len(whole) < len(entries) else None
 
 
 def read_entry(path: Path, capture: str) -> ShardEntry | None:
