@@ -243,6 +243,13 @@ class EvaluateSection(Section):
     prompts_per_category: int = Field(8, ge=1, description="At most so many prompts of each category, the first of each file.")
     num_draft_tokens: int = Field(3, ge=1, description="Tokens drafted in each round.")
     max_new_tokens: int = Field(128, ge=2, description="Tokens written for each prompt.")
+    temperature: float = Field(
+        0.0,
+        ge=0.0,
+        le=2.0,
+        description="0: the target answers greedily, and both texts must be the same. Above: it samples; the draft proposes its likeliest token then too, as "
+        "vLLM's does by default.",
+    )
     concurrency: list[Annotated[int, Field(ge=1, le=4096)]] = Field(
         [1, 8, 32],
         description="vllm: how many requests are in flight at once; speed is measured at each of these, and always at 1. A draft gains most at 1. "

@@ -114,7 +114,7 @@ def test_a_python_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_a_server_whose_port_was_taken_meanwhile_is_started_on_another(tmp_path: Path) -> None:
     with server(fake_python(tmp_path, die_in_use=2), tmp_path) as running:
-        assert running.version == "0.0.fake" and running.complete([5, 7], 3, []) == [8, 9, 10]
+        assert running.version == "0.0.fake" and running.complete([5, 7], 3, [], 0.0) == [8, 9, 10]
     assert (tmp_path / "starts.txt").read_text().split() == ["plain"] * 3
     with pytest.raises(ConnectionRefusedError):
         http.client.HTTPConnection("127.0.0.1", running.port).request("GET", "/health")
@@ -137,7 +137,7 @@ def test_another_server_that_answers_on_the_port_is_not_mistaken_for_ours(tmp_pa
         ports = iter([stranger.server_port, free_port()])
         monkeypatch.setattr(eyas.evaluate.serve, "free_port", lambda: next(ports))
         with server(fake_python(tmp_path), tmp_path) as running:
-            assert running.port != stranger.server_port and running.complete([5, 7], 1, []) == [8]
+            assert running.port != stranger.server_port and running.complete([5, 7], 1, [], 0.0) == [8]
         stranger.shutdown()
 
 
@@ -232,7 +232,7 @@ def test_where_texts_part_a_near_tie_is_told_from_a_fault(best: dict[int, float]
 def test_a_served_acceptance_that_the_features_do_not_give_is_warned_of(simulated: float, warned: bool, context: Callable[..., Context]) -> None:
     work = context(parting={20: 250}, best={22: -0.7, 77: -0.9})
     _, summary = serve(work)
-    common = {"num_draft_tokens": 3, "dtype": "float32", "prompts_seen_in_training": []}
+    common = {"num_draft_tokens": 3, "sampling": "greedy", "dtype": "float32", "prompts_seen_in_training": []}
     report({**common, **summary, "simulated_acceptance_length": simulated}, work)
     said = work.reporter.log.read_text()
     assert ("warning: vLLM 0.0.fake served an acceptance length of 2.500 where" in said) is warned

@@ -5,13 +5,14 @@ Legend: R rows, K steps.
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 import torch
 from draft_helpers import random_draft, random_head, random_ids, random_row, small_shape
 
-from eyas.evaluate.simulate import Acceptance, interval, nothing, one_round, simulate, simulate_rounds
+from eyas.evaluate.simulate import FAR, Acceptance, Foreseen, foresee, interval, nothing, one_round, rank_of, simulate, simulate_rounds
 from eyas.train.batch import countable_steps, make_batch
 
 
@@ -168,3 +169,22 @@ def test_the_interval_over_prompts_is_as_wide_as_prompts_differ() -> None:
         assert low < mean < high and (high - low) / 2 == pytest.approx(1.96 * 0.4 / count**0.5, rel=0.3)
     assert interval(prompts) == interval(prompts), "the same every time"
     assert interval(prompts[:1]) is None and interval([]) is None and interval([nothing(1), prompts[0]]) is None
+
+
+def test_the_place_of_a_token_is_that_of_a_sorted_list_and_ties_go_to_the_first() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
+    assert [rank_of(logits, torch.tensor([place, place])).tolist() for place in range(4)] == [[3, 0], [0, 1], [1, 2], [2, 3]]
+
+
+def test_a_tree_accepts_what_is_among_its_likeliest_and_a_chain_of_fewer_steps_is_a_part_of_the_longer() -> None:
+    draft, head, ids = random_draft(small_shape()), random_head(), random_ids()
+    row = random_row("." + "s" * 60, 5)
+    row.tokens[1:] = ids[row.tokens[1:].long() % len(ids)].int()
+    (found,) = foresee(draft, head.embedding, ids, make_batch([row], 4, torch.float32), 4)
+    lengths = [[found.acceptance(k, width).length or 0 for k in (1, 2, 4)] for width in (1, 2, 4, len(ids))]
+    assert all(one <= other for one, other in itertools.pairwise(lengths)) and lengths[0] < lengths[2]
+    assert lengths[-1][0] == 2, "a tree of all tokens accepts every one"
+    for k in (1, 2):
+        assert found.acceptance(k) == simulate(draft, head.embedding, ids, make_batch([row], k, torch.float32), k)[0]
+    far = Foreseen(torch.tensor([[3, FAR]]), torch.tensor([2]), torch.tensor([0]))
+    assert [far.acceptance(2, width).accepted for width in (3, 4)] == [(0, 0), (1, 0)]

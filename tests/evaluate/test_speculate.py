@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from distribution import exact, p_value
 from draft_helpers import random_draft
 
 from eyas.config import DraftSection, TrainSection
 from eyas.draft.init import new_draft
 from eyas.draft.model import Draft
 from eyas.draft.shape import draft_shape
-from eyas.evaluate.simulate import Acceptance, nothing, simulate_answer
-from eyas.evaluate.speculate import plain_decode, speculative_decode
+from eyas.evaluate.outlook import expected_rounds, seen
+from eyas.evaluate.simulate import Acceptance, Simulator, nothing, simulate_rounds
+from eyas.evaluate.speculate import Choose, chooser, plain_decode, speculative_decode
 from eyas.export.check import ExportedDraft
 from eyas.features.shard import FeatureRow
 from eyas.target.embeddings import read_head
@@ -52,7 +54,8 @@ class Setting:
         draft = self.drafts[name]
         decoded = speculative_decode(self.engine, draft, self.embedding, self.ids, prompt, stop, limit, num_draft_tokens)
         (states_TLD,) = self.engine.capture([[*prompt, *decoded.tokens]], [*draft.shape.aux_layers, self.engine.spec.num_layers])
-        simulated = simulate_answer(states_TLD, ExportedDraft(draft, self.ids), self.embedding, prompt, decoded.tokens, num_draft_tokens)
+        simulator = Simulator.of(ExportedDraft(draft, self.ids), read_head(self.engine.spec), 0.0, torch.float32, CPU)
+        simulated = simulator.foresee(states_TLD, prompt, decoded.tokens, num_draft_tokens).acceptance(num_draft_tokens)
         return decoded.tokens, decoded.acceptance, simulated
 
 
@@ -172,3 +175,78 @@ def test_the_smallest_margin_is_that_of_the_targets_two_best_tokens(setting: Set
     best = logits.topk(2).values
     assert decoded.smallest_margin == pytest.approx(float((best[:, 0] - best[:, 1]).min()), rel=1e-3)
     assert decoded.tokens == logits.argmax(-1).tolist()
+
+
+SAMPLES, TEMPERATURE = 800, 0.2  # at which the tiny target has a handful of likely tokens at each place
+
+
+def drawn_texts(setting: Setting, choose: Choose, name: str) -> tuple[list[list[int]], Acceptance]:
+    texts, total = [], nothing(3)
+    for _ in range(SAMPLES):
+        decoded = speculative_decode(setting.engine, setting.drafts[name], setting.embedding, setting.ids, PROMPTS[0], NO_STOP, 4, 3, choose)
+        texts.append(decoded.tokens)
+        total = total + decoded.acceptance
+    return texts, total
+
+
+def test_sampled_texts_are_distributed_as_without_a_draft(setting: Setting) -> None:
+    """Against the exact distribution of the target; and a loop that favours what was drafted is found out by the same test."""
+
+    def logits(text: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return setting.engine.model(input_ids=torch.tensor([text])).logits[0, -1]
+
+    probabilities = exact(logits, PROMPTS[0], 4, TEMPERATURE, 1 / SAMPLES)
+    texts, acceptance = drawn_texts(setting, chooser(TEMPERATURE, 1), "good")
+    assert p_value(texts, probabilities) > 0.01
+    assert 0.1 * acceptance.rounds < sum(acceptance.accepted), "a draft that is never accepted proves nothing"
+
+    fair = chooser(TEMPERATURE, 2)
+
+    def favours_its_likeliest(logits_NV: torch.Tensor) -> torch.Tensor:
+        likeliest = logits_NV.argmax(-1)
+        p = (logits_NV / TEMPERATURE).softmax(-1).gather(-1, likeliest[..., None])[..., 0]
+        return torch.where(p > 0.4, likeliest, fair(logits_NV))
+
+    assert p_value(drawn_texts(setting, favours_its_likeliest, "good")[0], probabilities) < 1e-6
+
+
+def test_a_sampled_text_is_simulated_exactly_and_a_draft_that_samples_as_sums_of_the_smaller_chance(setting: Setting) -> None:
+    """What a greedy draft would have been accepted follows from the text. For a draft that samples: the mean over many texts is the mean of sum min(p, q)."""
+    draft, prompt, head = setting.drafts["good"], PROMPTS[0], read_head(setting.engine.spec)
+    simulator = Simulator.of(ExportedDraft(draft, setting.ids), head, TEMPERATURE, torch.float32, CPU)
+    rates, wanted = [], []
+    for number in range(150):
+        decoded = speculative_decode(setting.engine, draft, setting.embedding, setting.ids, prompt, NO_STOP, 12, 3, chooser(TEMPERATURE, number))
+        (states_TLD,) = setting.engine.capture([[*prompt, *decoded.tokens]], [*draft.shape.aux_layers, setting.engine.spec.num_layers])
+        found = simulator.foresee(states_TLD, prompt, decoded.tokens, 3)
+        assert found.acceptance(3) == decoded.acceptance
+        assert found.rate_RK is not None and set(seen(found, 3)) == {"1", "2", "4", "sampled"}
+        rates.append(found.rate_RK[:, 0])
+        first = torch.arange(len(prompt) - 1, len(prompt) + 10)  # row i predicts x[i + 2], from the state at i + 1 on the target's side
+        p_RV = (head.logits(states_TLD[first + 1, 3]) / TEMPERATURE).softmax(-1)
+        row = FeatureRow("", torch.tensor([*prompt, *decoded.tokens], dtype=torch.int32), torch.arange(len(prompt) + 12) >= len(prompt),
+                         states_TLD[:, :3], states_TLD[:, 3])  # fmt: skip
+        (step,) = unroll(draft, setting.embedding, make_batch([row], 1, torch.float32), 1)
+        q_RV = torch.zeros_like(p_RV)
+        q_RV[:, setting.ids] = (draft.lm_head(step.hidden_RD) / TEMPERATURE).softmax(-1).detach()
+        wanted.append(torch.minimum(p_RV, q_RV).sum(-1))
+    mean, spread = torch.cat(rates).mean(), torch.cat(rates).std() / len(torch.cat(rates)) ** 0.5
+    assert 0.05 < mean < 0.95 and abs(mean - torch.cat(wanted).mean()) < 4 * spread
+
+
+def test_rounds_in_the_mean_are_the_rounds_where_chances_are_nought_or_one() -> None:
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(100):
+        lengths = torch.randint(1, 9, (3,), generator=generator).tolist()
+        positions, steps = [], []
+        for turn, length in enumerate(lengths):
+            positions += [20 * turn + at for at in range(length)]
+            steps += [min(3, length - at) for at in range(length)]
+        matches_RK = torch.rand(len(positions), 3, generator=generator) < 0.6
+        wanted = simulate_rounds(matches_RK, torch.tensor(steps), torch.tensor(positions))
+        assert expected_rounds(matches_RK.float(), torch.tensor(steps), torch.tensor(positions)) == (wanted.rounds, sum(wanted.accepted))
+    (rounds, accepted), half = expected_rounds(torch.full((4, 2), 0.5), torch.tensor([2, 2, 2, 1]), torch.arange(4)), 0.5
+    # Begins: row 0; row 1 by a miss; row 2 by 0 -> 2 (hit, miss) or 1 -> 2 (miss); row 3 by 0 -> 3 (two hits), 1 -> 3 (hit, miss), 2 -> 3 (miss).
+    begins = [1.0, half, half * half + half * half, half * half + half * half * half + half * half]
+    assert rounds == sum(begins) and accepted == sum(begins[:3]) * (half + half * half) + begins[3] * half

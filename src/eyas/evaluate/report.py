@@ -18,6 +18,8 @@ def report(summary: dict[str, Any], context: Context) -> None:
     console.print(_by_category(summary))
     if "concurrency" in summary:
         console.print(_by_concurrency(summary["concurrency"]))
+    if summary["outlook"]:
+        console.print(_of_other_settings(summary["outlook"], summary["num_draft_tokens"]))
     say = context.reporter.say
     for entry in summary["prompts_that_differ"]:
         say(f"evaluate: {entry['id']}: {_parting(entry, summary['dtype'])}")
@@ -41,17 +43,33 @@ def report(summary: dict[str, Any], context: Context) -> None:
 
 def _by_category(summary: dict[str, Any]) -> Table:
     served = f", served by vLLM {summary['vllm_version']} one at a time" if "vllm_version" in summary else ""
-    table = Table(title=f"Held-out prompts, {summary['num_draft_tokens']} draft tokens, greedy{served}", title_justify="left", box=None, pad_edge=False)
+    title = f"Held-out prompts, {summary['num_draft_tokens']} draft tokens, {summary['sampling']}{served}"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for name in ("category", "prompts", "tokens", "acceptance length", "simulated", "per position", "same tokens", "tokens/s plain", "with draft", "speedup"):
         table.add_column(name, justify="left" if name == "category" else "right")
     for category, part in [*summary["by_category"].items(), ("all", summary)]:
         rates = " ".join("-" if rate is None else f"{rate:.0%}" for rate in part["per_position"])
         length, simulated = (f"{value:.2f}" if value else "-" for value in (part["acceptance_length"], part["simulated_acceptance_length"]))
-        same = "yes" if part["greedy_identical"] else f"{part['num_identical']} of {part['num_prompts']}" if "num_identical" in part else "NO"
+        same = {True: "yes", None: "-"}.get(part["greedy_identical"], f"{part['num_identical']} of {part['num_prompts']}" if "num_identical" in part else "NO")
         table.add_row(
             category, f"{part['num_prompts']}", f"{part['num_tokens']:,}", length, simulated, rates, same,
             f"{part['plain_tokens_per_second']:.1f}", f"{part['tokens_per_second']:.1f}", f"{part['speedup']:.2f}x",
         )  # fmt: skip
+    return table
+
+
+def _of_other_settings(outlook: list[dict[str, Any]], num_draft_tokens: int) -> Table:
+    table = Table(title="\nOther numbers of draft tokens, from the same answers", title_justify="left", box=None, pad_edge=False)
+    names = {"acceptance_length": "acceptance length", "tree_of_2": "tree of 2, at most", "tree_of_4": "of 4, at most", "sampled_draft": "if the draft samples"}
+    names = {key: name for key, name in names.items() if key in outlook[0]}
+    for name in ("draft tokens", *names.values(), "speedup, about"):
+        table.add_column(name, justify="right")
+    fastest = max(outlook, key=lambda line: line["speedup"] or 0)
+    for line in outlook:
+        mark = " fastest" if line is fastest else ""
+        lengths = ["-" if line[key] is None else f"{line[key]:.2f}" for key in names]
+        speedup = "-" if line["speedup"] is None else f"{line['speedup']:.2f}x"
+        table.add_row(f"{line['draft_tokens']}{' (measured)' if line['draft_tokens'] == num_draft_tokens else ''}", *lengths, speedup + mark)
     return table
 
 

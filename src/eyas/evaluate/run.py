@@ -64,8 +64,8 @@ def work(context: Context) -> Result:
     common = {
         "engine": section.engine,
         "num_draft_tokens": section.num_draft_tokens,
-        "temperature": 0.0,
-        "sampling": "greedy",
+        "temperature": section.temperature,
+        "sampling": "greedy" if section.temperature == 0 else "sampled, the draft greedy",
         "dtype": str(dtype).removeprefix("torch."),
         "max_new_tokens": section.max_new_tokens,
         "prompts_seen_in_training": seen_in_training(prompts, context.run_folder / "prepare"),

@@ -143,9 +143,9 @@ class Server:
                 self.process.wait(timeout=60)
             self.process = None
 
-    def complete(self, prompt: Sequence[int], max_tokens: int, stop_ids: Sequence[int]) -> list[int]:
-        """The greedy answer to a prompt of token ids, with its stop token if it came to one."""
-        choice = self._complete(prompt, max_tokens, {"stop_token_ids": list(stop_ids)})
+    def complete(self, prompt: Sequence[int], max_tokens: int, stop_ids: Sequence[int], temperature: float) -> list[int]:
+        """The answer to a prompt of token ids, with its stop token if it came to one; greedy at temperature 0."""
+        choice = self._complete(prompt, max_tokens, {"stop_token_ids": list(stop_ids), "temperature": temperature})
         tokens = choice.get("token_ids")
         if tokens is None:
             raise UserError(f"vLLM {self.version} returns no token ids. Use vLLM 0.22 or newer, or set evaluate.engine = 'transformers'.")
@@ -205,9 +205,9 @@ class Server:
             return False
 
     def _complete(self, prompt: Sequence[int], max_tokens: int, more: dict[str, Any]) -> dict[str, Any]:
-        # The model's generation_config would otherwise add its repetition penalty to what is to be greedy.
-        greedy = {"temperature": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
-        body = {"model": self.name, "prompt": list(prompt), "max_tokens": max_tokens, **greedy, **more}
+        # The model's generation_config would otherwise add its repetition penalty, top_p and top_k.
+        bare = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True}
+        body = {"model": self.name, "prompt": list(prompt), "max_tokens": max_tokens, **bare, **more}
         choice: dict[str, Any] = json.loads(self._ask("POST", "/v1/completions", json.dumps(body)))["choices"][0]
         return choice
 

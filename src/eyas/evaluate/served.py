@@ -7,7 +7,7 @@ served.jsonl keeps a line for each finished part, so that an interrupted evaluat
     plain ...           the same without the draft
     ties                where the answers part, how near the target alone holds the two tokens to be
     suspects            what of the stored features is not what the target gives now (suspects.py)
-    simulated           the acceptance that the features of the plain answers give, a value a prompt
+    simulated, seen     what the features of the answers with the draft give: the acceptance, and that of other settings (outlook.py), a value a prompt
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ import torch
 
 from eyas.artifact import append_lines, whole_lines
 from eyas.config import EvaluateSection
+from eyas.evaluate.outlook import deepest, outlook, seen
 from eyas.evaluate.prompts import Prompt
 from eyas.evaluate.serve import Server, between, server_arguments
-from eyas.evaluate.simulate import Acceptance, interval, nothing, simulate_answer
+from eyas.evaluate.simulate import Acceptance, Simulator, interval, nothing
 from eyas.evaluate.suspects import told_suspects
 from eyas.export.check import ExportedDraft
 from eyas.prepare.chat import Chat
@@ -94,13 +96,13 @@ def serve_passes(context: Context, prompts: list[Prompt], stop_ids: frozenset[in
             if not todo and (draft or "ties" in parts):
                 continue
             with _server(context, prompts, dtype, side, task) as server:
-                warm = 0
+                ask, warm = partial(_answer, server, stops, section.temperature), 0
                 for each in todo:
                     if warm < each.concurrency:  # what a server sets up at its first requests is not measured
                         warm = each.concurrency
-                        _answer(server, Pass("", warm, each.prompts[:warm]), stops, min(WARM_UP_TOKENS, section.max_new_tokens), None)
+                        ask(Pass("", warm, each.prompts[:warm]), min(WARM_UP_TOKENS, section.max_new_tokens), None)
                     before = server.counters(k) if draft else nothing(k)
-                    answers, seconds = _answer(server, each, stops, section.max_new_tokens, task)
+                    answers, seconds = ask(each, section.max_new_tokens, task)
                     found = {
                         "num_tokens": sum(len(answer) for answer in answers),
                         "seconds": seconds,
@@ -110,7 +112,7 @@ def serve_passes(context: Context, prompts: list[Prompt], stop_ids: frozenset[in
                     }
                     parts.keep(f"{side} {each.name}", found)
                 if not draft:
-                    parts.keep("ties", _ties(server, passes, parts, TIE_NATS[dtype]))
+                    parts.keep("ties", _ties(server, passes, parts, TIE_NATS[dtype]) if section.temperature == 0 else [])
     return parts
 
 
@@ -130,16 +132,16 @@ def serve_once(context: Context, prompts: list[Prompt], dtype: torch.dtype) -> A
     section = context.config.evaluate
     context.folder.mkdir(exist_ok=True)
     with context.reporter.task(context.folder, "evaluate", len(prompts), "answers") as task, _server(context, prompts, dtype, "draft", task) as server:
-        _answer(server, Pass("", 1, prompts), [], section.max_new_tokens, task)
+        _answer(server, [], 0.0, Pass("", 1, prompts), section.max_new_tokens, task)
         return server.counters(section.num_draft_tokens)
 
 
 def simulate_passes(context: Context, prompts: list[Prompt], exported: ExportedDraft, chat: Chat, dtype: torch.dtype, parts: Parts) -> None:
-    """The part "simulated": runs the target once more, in the engine of the run file, on the plain answers."""
-    if "simulated" in parts:
+    """The parts "simulated" and "seen": runs the target once more, in the engine of the run file, on the answers with the draft."""
+    if "seen" in parts:
         return
     config, k = context.config, context.config.evaluate.num_draft_tokens
-    answered = [pair for each in _single(prompts) for pair in zip(each.prompts, parts[f"plain {each.name}"]["answers"], strict=True)]
+    answered = [pair for each in _single(prompts) for pair in zip(each.prompts, parts[f"draft {each.name}"]["answers"], strict=True)]
     answered.sort(key=lambda pair: len(pair[0].tokens) + len(pair[1]))
     texts = [[*prompt.tokens, *answer] for prompt, answer in answered]
     config = config.model_copy(
@@ -160,14 +162,13 @@ def simulate_passes(context: Context, prompts: list[Prompt], exported: ExportedD
         finally:
             engine.close()  # its memory is wanted for the draft
         device = resolve_device(config.target.device)
-        embedding = read_head(context.spec).embedding.to(device, dtype)
-        exported = ExportedDraft(exported.draft.to(device, dtype), exported.ids.to(device))
+        simulator = Simulator.of(exported, read_head(context.spec), config.evaluate.temperature, dtype, device)
         found = {
-            prompt.id: asdict(simulate_answer(states_TLD, exported, embedding, prompt.tokens, answer, k))
-            for (prompt, answer), states_TLD in zip(answered, states, strict=True)
+            prompt.id: simulator.foresee(states_TLD, prompt.tokens, answer, deepest(k)) for (prompt, answer), states_TLD in zip(answered, states, strict=True)
         }
     parts.keep("suspects", faults)
-    parts.keep("simulated", found)
+    parts.keep("simulated", {name: asdict(each.acceptance(k)) for name, each in found.items()})
+    parts.keep("seen", {name: seen(each, k) for name, each in found.items()})
 
 
 def summarise(prompts: list[Prompt], section: EvaluateSection, parts: Parts) -> dict[str, Any]:
@@ -177,22 +178,23 @@ def summarise(prompts: list[Prompt], section: EvaluateSection, parts: Parts) -> 
     versions = dict.fromkeys(parts[f"{side} {each.name}"]["vllm"] for side in ("draft", "plain") for each in passes)
     levels = []
     for level in sorted({each.concurrency for each in passes}):
-        figures = _figures([each for each in passes if each.concurrency == level], section.num_draft_tokens, parts)
+        figures = _figures([each for each in passes if each.concurrency == level], section, parts)
         answers = sum(len(each.prompts) for each in passes if each.concurrency == level)
         levels.append({"concurrency": level, "num_answers": answers, **{name: figures[name] for name in (*SPEEDS, "acceptance_length")}})
     return {
         "vllm_version": ", ".join(versions),
         "suspects": parts.found.get("suspects", []),
-        **_figures(single, section.num_draft_tokens, parts),
+        **_figures(single, section, parts),
         "concurrency": levels,
-        "by_category": {each.prompts[0].category: _figures([each], section.num_draft_tokens, parts) for each in single},
+        "by_category": {each.prompts[0].category: _figures([each], section, parts) for each in single},
     }
 
 
 SPEEDS = ("tokens_per_second", "plain_tokens_per_second", "speedup")
 
 
-def _figures(passes: list[Pass], num_draft_tokens: int, parts: Parts) -> dict[str, Any]:
+def _figures(passes: list[Pass], section: EvaluateSection, parts: Parts) -> dict[str, Any]:
+    num_draft_tokens, greedy = section.num_draft_tokens, section.temperature == 0
     drafted, plain = ([parts[f"{side} {each.name}"] for each in passes] for side in ("draft", "plain"))
     ids = [prompt.id for each in passes for prompt in each.prompts]
     measured = sum((Acceptance.of(part["acceptance"]) for part in drafted), nothing(num_draft_tokens))
@@ -209,12 +211,13 @@ def _figures(passes: list[Pass], num_draft_tokens: int, parts: Parts) -> dict[st
         "simulated_interval": interval(simulations),
         "per_position": measured.per_position,
         "survival": measured.survival,
-        "greedy_identical": not apart,
-        "num_identical": len(ids) - len(apart),
+        "greedy_identical": not apart if greedy else None,
+        "num_identical": len(ids) - len(apart) if greedy else None,
         "prompts_that_differ": apart,
         "tokens_per_second": speed,
         "plain_tokens_per_second": plain_speed,
         "speedup": speed / plain_speed,
+        "outlook": outlook([parts["seen"][name] for name in ids], measured, speed, plain_speed) if "seen" in parts else [],
     }
 
 
@@ -222,13 +225,13 @@ def _single(prompts: list[Prompt]) -> list[Pass]:
     return plan_passes(prompts, [])
 
 
-def _answer(server: Server, work: Pass, stops: list[int], max_tokens: int, task: Task | None) -> tuple[list[list[int]], float]:
+def _answer(server: Server, stops: list[int], temperature: float, work: Pass, max_tokens: int, task: Task | None) -> tuple[list[list[int]], float]:
     """-> answers in order, wall-clock seconds from the first request to the last answer. A slot takes the next request when it has its answer."""
     answers: list[list[int]] = []
     pool = ThreadPoolExecutor(work.concurrency)
     began = time.monotonic()
     try:
-        for answer in pool.map(lambda prompt: server.complete(prompt.tokens, max_tokens, stops), work.prompts):
+        for answer in pool.map(lambda prompt: server.complete(prompt.tokens, max_tokens, stops, temperature), work.prompts):
             answers.append(answer)
             if task:
                 task.advance(1, f"{work.concurrency} at once, {sum(map(len, answers)) / (time.monotonic() - began):,.1f} tokens/s")

@@ -21,6 +21,7 @@ import torch
 from eyas.draft.model import Draft
 from eyas.export.check import ExportedDraft
 from eyas.features.shard import FeatureRow
+from eyas.target.embeddings import TargetHead
 from eyas.train.batch import Batch, make_batch
 from eyas.train.unroll import unroll
 
@@ -108,29 +109,93 @@ def simulate_rounds(matches_RK: torch.Tensor, num_steps_R: torch.Tensor, positio
     return total
 
 
+@dataclass(frozen=True)
+class Foreseen:
+    """What the draft says over one document, from every row at once.
+
+    rank int64 [R, K]: how many tokens step k of the row finds likelier than the text's, all before it being the text's; FAR where that is outside the draft
+    vocabulary, or there is none. num_steps int64 [R] and positions int64 [R] as in `simulate_rounds`. rate float32 [R, K], of a text drawn from the target: the
+    chance that the text's token was proposed by a draft that samples too, and taken (outlook.py).
+    """
+
+    rank_RK: torch.Tensor
+    num_steps_R: torch.Tensor
+    positions_R: torch.Tensor
+    rate_RK: torch.Tensor | None = None
+
+    def acceptance(self, num_draft_tokens: int, width: int = 1) -> Acceptance:
+        """Of a chain of draft tokens; with `width`, of a tree of the so many likeliest tokens at each place, behind each of which the same follows."""
+        if len(self.positions_R) == 0:
+            return nothing(num_draft_tokens)
+        return simulate_rounds(self.rank_RK[:, :num_draft_tokens] < width, self.num_steps_R, self.positions_R)
+
+
+FAR = 1 << 30
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """That a text was drawn from the target at this temperature. log_p [T]: the target's log-probability of the token behind each position."""
+
+    temperature: float
+    log_p_T: torch.Tensor
+
+
 @torch.no_grad()
-def simulate(draft: Draft, embedding: torch.Tensor, ids: torch.Tensor, batch: Batch, num_draft_tokens: int) -> list[Acceptance]:
-    """One Acceptance a document of the batch. embedding [V, D] in the compute dtype, ids int64 [Vd] the draft vocabulary."""
-    if len(batch.rows_R) == 0:
-        return [nothing(num_draft_tokens) for _ in batch.documents]
-    matches = []
-    for step in unroll(draft, embedding, batch, num_draft_tokens):
-        best_R = draft.lm_head(step.hidden_RD).argmax(-1)
-        matches.append((ids[best_R] == batch.label_T[step.at_R]) & step.counts_R)
-    matches_RK = torch.stack(matches, dim=1).cpu()
+def foresee(draft: Draft, embedding: torch.Tensor, ids: torch.Tensor, batch: Batch, num_draft_tokens: int, drawn: Drawn | None = None) -> list[Foreseen]:
+    """One a document of the batch. embedding [V, D] in the compute dtype, ids int64 [Vd] the draft vocabulary."""
+    place_V = torch.full((len(embedding),), -1, device=ids.device).scatter_(0, ids, torch.arange(len(ids), device=ids.device))
+    ranks, rates = [], []
+    for step in unroll(draft, embedding, batch, num_draft_tokens) if len(batch.rows_R) else []:
+        place_R = place_V[batch.label_T[step.at_R]]
+        there_R = (place_R >= 0) & step.counts_R
+        logits_RV, place_R = draft.lm_head(step.hidden_RD), place_R.clamp(min=0)
+        ranks.append(torch.where(there_R, rank_of(logits_RV, place_R), FAR))
+        if drawn is not None:
+            log_q_R = (logits_RV.float() / drawn.temperature).log_softmax(-1).gather(1, place_R[:, None])[:, 0]
+            log_p_R = drawn.log_p_T[(step.at_R + 1).clamp(max=len(drawn.log_p_T) - 1)]
+            rates.append(torch.where(there_R, (log_q_R - log_p_R).clamp(max=0).exp(), 0.0))
+    rank_RK = torch.stack(ranks, dim=1).cpu() if ranks else torch.empty(0, num_draft_tokens, dtype=torch.long)
+    rate_RK = torch.stack(rates, dim=1).cpu() if rates else torch.empty(0, num_draft_tokens)
     num_steps_R, rows_R = batch.num_steps_R.cpu(), batch.rows_R.cpu()
-    return [
-        simulate_rounds(matches_RK[doc.row_start : doc.row_end], num_steps_R[doc.row_start : doc.row_end], rows_R[doc.row_start : doc.row_end])
-        for doc in batch.documents
-    ]
+    spans = [slice(doc.row_start, doc.row_end) for doc in batch.documents]
+    return [Foreseen(rank_RK[span], num_steps_R[span], rows_R[span], None if drawn is None else rate_RK[span]) for span in spans]
 
 
-def simulate_answer(
-    states_TLD: torch.Tensor, exported: ExportedDraft, embedding: torch.Tensor, prompt: list[int], answer: list[int], num_draft_tokens: int
-) -> Acceptance:
-    """The acceptance of one answer of the target. states_TLD: the target's states on prompt and answer, at the draft's three layers and the last."""
-    text = [*prompt, *answer]
-    supervised = torch.arange(len(text)) >= len(prompt)
-    row = FeatureRow("", torch.tensor(text, dtype=torch.int32), supervised, states_TLD[:, :3], states_TLD[:, 3])
-    batch = make_batch([row], num_draft_tokens, embedding.dtype).to(embedding.device)
-    return simulate(exported.draft, embedding, exported.ids, batch, num_draft_tokens)[0]
+def rank_of(logits_RV: torch.Tensor, place_R: torch.Tensor) -> torch.Tensor:
+    """How many places come before `place`, likeliest first, equals in order, as argmax has it: int64 [R]."""
+    own_R1 = logits_RV.gather(1, place_R[:, None])
+    before = torch.arange(logits_RV.shape[1], device=logits_RV.device) < place_R[:, None]
+    return ((logits_RV > own_R1) | ((logits_RV == own_R1) & before)).sum(1)
+
+
+def simulate(draft: Draft, embedding: torch.Tensor, ids: torch.Tensor, batch: Batch, num_draft_tokens: int) -> list[Acceptance]:
+    """One Acceptance a document of the batch."""
+    return [found.acceptance(num_draft_tokens) for found in foresee(draft, embedding, ids, batch, num_draft_tokens)]
+
+
+@dataclass(frozen=True)
+class Simulator:
+    """A draft and what it needs of its target, in the dtype and on the device on which it computes. head: the target's; temperature: of the answers."""
+
+    exported: ExportedDraft
+    embedding: torch.Tensor
+    head: TargetHead
+    temperature: float
+
+    @classmethod
+    def of(cls, exported: ExportedDraft, head: TargetHead, temperature: float, dtype: torch.dtype, device: torch.device) -> Simulator:
+        return cls(ExportedDraft(exported.draft.to(device, dtype), exported.ids.to(device)), head.embedding.to(device, dtype), head, temperature)
+
+    def foresee(self, states_TLD: torch.Tensor, prompt: list[int], answer: list[int], num_draft_tokens: int) -> Foreseen:
+        """What the draft says over one answer of the target. states_TLD: the target's on prompt and answer, at the draft's three layers and the last."""
+        text, drawn = [*prompt, *answer], None
+        tokens = torch.tensor(text, dtype=torch.int32)
+        if self.temperature > 0:
+            log_p_T = torch.zeros(len(text) - 1)
+            log_p_AV = (self.head.logits(states_TLD[len(prompt) - 1 : -1, 3]) / self.temperature).log_softmax(-1)
+            log_p_T[len(prompt) - 1 :] = log_p_AV.gather(1, tokens[len(prompt) :, None].long())[:, 0]
+            drawn = Drawn(self.temperature, log_p_T.to(self.embedding.device))
+        row = FeatureRow("", tokens, torch.arange(len(text)) >= len(prompt), states_TLD[:, :3], states_TLD[:, 3])
+        batch = make_batch([row], num_draft_tokens, self.embedding.dtype).to(self.embedding.device)
+        return foresee(self.exported.draft, self.embedding, self.exported.ids, batch, num_draft_tokens, drawn)[0]

@@ -1,4 +1,7 @@
-"""Greedy decoding in process, plain and with the draft, batch size one: same tokens, fewer forwards of the target.
+"""Decoding in process, plain and with the draft, batch size one: the same text, or the same distribution of texts, in fewer forwards of the target.
+
+The draft proposes its likeliest tokens. The target chooses a token at each place, its likeliest or one drawn from its distribution; the proposals stand as
+far as they are what it chose. Drawn so, a text is distributed as without a draft: whether it was proposed does not change how a token is drawn.
 
 Legend: P prompt tokens, N new tokens of a forward, A aux layers, D hidden width, K draft tokens.
 """
@@ -6,7 +9,7 @@ Legend: P prompt tokens, N new tokens of a forward, A aux layers, D hidden width
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +31,29 @@ class Decoded:
     smallest_margin: float  # least logit difference between best and second best token: where it is rounding, greedy texts may part
 
 
+Choose = Callable[[torch.Tensor], torch.Tensor]
+
+
+def greedy(logits_NV: torch.Tensor) -> torch.Tensor:
+    """[..., V] -> int64 [...]"""
+    return logits_NV.argmax(-1)
+
+
+def chooser(temperature: float, seed: int) -> Choose:
+    """logits [..., V] -> the target's tokens int64 [...], drawn at this temperature; at 0 the likeliest."""
+    if temperature == 0:
+        return greedy
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(logits_NV: torch.Tensor) -> torch.Tensor:
+        p_NV = (logits_NV.float().cpu() / temperature).softmax(-1)
+        return torch.multinomial(p_NV.reshape(-1, p_NV.shape[-1]), 1, generator=generator).reshape(p_NV.shape[:-1])
+
+    return drawn
+
+
 @torch.inference_mode()
-def plain_decode(engine: TransformersEngine, prompt: Sequence[int], stop_ids: frozenset[int], max_new_tokens: int) -> Decoded:
+def plain_decode(engine: TransformersEngine, prompt: Sequence[int], stop_ids: frozenset[int], max_new_tokens: int, choose: Choose = greedy) -> Decoded:
     began = time.perf_counter()
     cache = engine.new_cache()
     logits = engine.step(prompt, cache)[-1]
@@ -38,7 +62,7 @@ def plain_decode(engine: TransformersEngine, prompt: Sequence[int], stop_ids: fr
     while True:
         best = logits.topk(2).values
         margin = min(margin, float(best[0] - best[1]))
-        tokens.append(int(logits.argmax()))
+        tokens.append(int(choose(logits)))
         if tokens[-1] in stop_ids or len(tokens) == max_new_tokens:
             return Decoded(tokens, time.perf_counter() - began, nothing(0), margin)
         logits = engine.step(tokens[-1:], cache)[-1]
@@ -54,8 +78,9 @@ def speculative_decode(
     stop_ids: frozenset[int],
     max_new_tokens: int,
     num_draft_tokens: int,
+    choose: Choose = greedy,
 ) -> Decoded:
-    """Draft K tokens, score them in one forward of the target, keep those that it would have chosen and the one it chooses next.
+    """Draft K tokens, score them in one forward of the target, keep those that it chooses too and the one it chooses next.
 
     embedding [V, D] is the target's; ids int64 [Vd] the draft vocabulary.
     """
@@ -65,11 +90,11 @@ def speculative_decode(
     with LayerTap(engine.model, engine.spec.num_layers, draft.shape.aux_layers) as tap:
         logits = engine.step(prompt, cache)
         aux_NAD = tap.take()[0]
-        tokens = [int(logits[-1].argmax())]
+        tokens = [int(choose(logits[-1]))]
         text = [*prompt, tokens[0]]
         while tokens[-1] not in stop_ids and len(tokens) < max_new_tokens:
             drafted = _draft_tokens(draft, embedding, ids, aux_NAD, text, draft_cache, num_draft_tokens)
-            chosen = engine.step([text[-1], *drafted], cache).argmax(-1).tolist()
+            chosen = choose(engine.step([text[-1], *drafted], cache)).tolist()
             aux_NAD = tap.take()[0]
             matched = next((k for k, token in enumerate(drafted) if token != chosen[k]), num_draft_tokens)
             new = _until_stop(chosen[: matched + 1], stop_ids, max_new_tokens - len(tokens))
