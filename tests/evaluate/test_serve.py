@@ -233,9 +233,11 @@ def test_a_served_acceptance_that_the_features_do_not_give_is_warned_of(simulate
     work = context(parting={20: 250}, best={22: -0.7, 77: -0.9})
     _, summary = serve(work)
     common = {"num_draft_tokens": 3, "sampling": "greedy", "dtype": "float32", "prompts_seen_in_training": []}
-    report({**common, **summary, "simulated_acceptance_length": simulated}, work)
+    found = [{"as_if": "there were no d2t", "acceptance_length": 2.5, "distance": 0.0}]
+    report({**common, **summary, "simulated_acceptance_length": simulated, "misread": found}, work)
     said = work.reporter.log.read_text()
     assert ("warning: vLLM 0.0.fake served an acceptance length of 2.500 where" in said) is warned
+    assert ("It serves as if there were no d2t (which gives 2.500)" in said) is warned
     assert "math/b: the texts part at token 1 of the answer, and the token there with the draft is not among the two" in said
 
 
@@ -248,6 +250,7 @@ def test_a_run_whose_draft_was_served_is_done_and_holds_both_acceptances(make_ru
     assert summary["engine"] == "vllm" and summary["dtype"] == "float32" and summary["num_prompts"] == 3
     assert summary["acceptance_length"] == 2.5 and 1 <= summary["simulated_acceptance_length"] < 2.5
     assert "warning: vLLM 0.0.fake served" in outcome.err, "the stand-in counts what no draft did"
+    assert "No mistake that engines are known to make explains it" in outcome.err and summary["misread"] == []
     assert "nothing to do" in eyas("run", run_file).err
     assert (tmp_path / "starts.txt").read_text().split() == ["draft", "plain"]
 

@@ -29,8 +29,10 @@ from eyas.target.transformers_engine import TransformersEngine
 ROWS = "rows.jsonl"
 
 
-def measure_in_process(context: Context, prompts: list[Prompt], exported: ExportedDraft, chat: Chat, dtype: torch.dtype) -> dict[str, Any]:
-    """The part of summary.json that depends on how the draft was run."""
+def measure_in_process(
+    context: Context, prompts: list[Prompt], exported: ExportedDraft, chat: Chat, dtype: torch.dtype
+) -> tuple[dict[str, Any], list[tuple[list[int], list[int]]]]:
+    """The part of summary.json that depends on how the draft was run; and each prompt with its answer."""
     section, k = context.config.evaluate, context.config.evaluate.num_draft_tokens
     device = resolve_device(context.config.target.device)
     engine = TransformersEngine(context.spec, device, dtype, context.config.target.trust_remote_code)
@@ -51,13 +53,14 @@ def measure_in_process(context: Context, prompts: list[Prompt], exported: Export
             append_lines(context.folder / ROWS, [row])
             task.advance(1, f"acceptance length {Acceptance.of(row['measured']).length or 0:.2f} on {prompt.id}")
     rows = [done[prompt.id] for prompt in prompts]
-    return {
+    found = {
         **_summary(rows, k),
         "suspects": faults,
         "by_category": {
             category: _summary([row for row in rows if row["category"] == category], k) for category in dict.fromkeys(row["category"] for row in rows)
         },
     }
+    return found, [(row["prompt"], row["answer"]) for row in rows]
 
 
 @dataclass(frozen=True)

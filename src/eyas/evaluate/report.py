@@ -26,12 +26,13 @@ def report(summary: dict[str, Any], context: Context) -> None:
     if seen := summary["prompts_seen_in_training"]:
         say(f"evaluate: warning: {len(seen)} of the prompts were also trained on ({seen[0]}, ...): their figures flatter the draft")
     measured, simulated = summary["acceptance_length"] or 0, summary["simulated_acceptance_length"] or 0
-    # vLLM also counts what the limit then cuts off an answer's last round; tokens over rounds do not, so the truth lies between.
-    fewest = (summary["num_tokens"] - summary["num_prompts"]) / max(1, summary["rounds"])
-    if "vllm_version" in summary and not fewest * (1 - DISAGREEMENT) <= simulated <= measured * (1 + DISAGREEMENT):
+    if not agrees(summary):
+        likely = "; or ".join(f"as if {each['as_if']} (which gives {each['acceptance_length'] or 0:.3f})" for each in summary["misread"])
+        server = f"vLLM {summary['vllm_version']}" if "vllm_version" in summary else "this process"
+        reason = f"It serves {likely}." if likely else "No mistake that engines are known to make explains it: check target.dtype and target.extra."
         say(
-            f"evaluate: warning: vLLM {summary['vllm_version']} served an acceptance length of {measured:.3f} where the features of the same answers give "
-            f"{simulated:.3f}: the draft does not get there what it was trained on. Check target.dtype and target.extra, and export again."
+            f"evaluate: warning: {server} served an acceptance length of {measured:.3f} where the features of the same answers give {simulated:.3f}: the draft "
+            f"does not get there what it was trained on. {reason}"
         )
     over = summary["simulated_interval"]
     spread = "" if over is None else f"; other prompts of this kind would give {over[0]:.2f} to {over[1]:.2f} in 95 of 100 cases"
@@ -39,6 +40,14 @@ def report(summary: dict[str, Any], context: Context) -> None:
         f"evaluate: acceptance length {measured:.3f} (simulated {simulated:.3f}{spread}), {summary['speedup']:.2f} times the plain speed; "
         f"{context.folder / 'summary.json'}"
     )
+
+
+def agrees(summary: dict[str, Any]) -> bool:
+    """Whether what was served is what the features of the answers give."""
+    measured, simulated = summary["acceptance_length"] or 0, summary["simulated_acceptance_length"] or 0
+    # vLLM also counts what the limit then cuts off an answer's last round; tokens over rounds do not, so the truth lies between.
+    fewest = (summary["num_tokens"] - summary["num_prompts"]) / max(1, summary["rounds"])
+    return bool(min(fewest, measured) * (1 - DISAGREEMENT) <= simulated <= measured * (1 + DISAGREEMENT))
 
 
 def _by_category(summary: dict[str, Any]) -> Table:

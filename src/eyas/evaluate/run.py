@@ -6,6 +6,7 @@ also simulated from the answers' features.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -13,14 +14,17 @@ import torch
 from eyas.artifact import hash_file, hash_json, write_json
 from eyas.config import RunConfig
 from eyas.evaluate.in_process import measure_in_process
+from eyas.evaluate.misread import Answered, explained
 from eyas.evaluate.prompts import Prompt, read_prompts, seen_in_training
-from eyas.evaluate.report import report
-from eyas.evaluate.served import serve_passes, simulate_passes, summarise
+from eyas.evaluate.report import agrees, report
+from eyas.evaluate.served import answers_with_draft, engine_for, serve_passes, simulate_passes, states_of, summarise
+from eyas.evaluate.simulate import Acceptance, Simulator
 from eyas.export.check import load_export
 from eyas.prepare.chat import Chat, load_chat
 from eyas.prepare.rows import PROMPTS
 from eyas.prepare.sources import source_hashes
 from eyas.stage import Context, Result
+from eyas.target.embeddings import read_head
 from eyas.target.engine import resolve_device, resolve_dtype
 from eyas.target.spec import TargetSpec
 
@@ -75,8 +79,34 @@ def work(context: Context) -> Result:
         write_json(context.folder / "summary.json", {**common, **summarise(prompts, section, parts)})  # stands, should the simulation fail
         simulate_passes(context, prompts, exported, chat, dtype, parts)
         summary = {**common, **summarise(prompts, section, parts)}
+        answered = [(prompt.tokens, answer) for prompt, answer in answers_with_draft(prompts, parts)]
     else:
-        summary = {**common, **measure_in_process(context, prompts, exported, chat, dtype)}
+        measured, answered = measure_in_process(context, prompts, exported, chat, dtype)
+        summary = {**common, **measured}
+    summary["misread"] = [] if agrees(summary) else misread(context, summary, answered, dtype)
     write_json(context.folder / "summary.json", summary)
     report(summary, context)
     return Result({key: summary[key] for key in COUNTS}, content=hash_json(summary))
+
+
+def misread(context: Context, summary: dict[str, Any], answered: Answered, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """The ways of reading the draft that come nearest to what was served (misread.py)."""
+    context.reporter.say("evaluate: what was served is not what the features give; looking for the mistake that would explain it")
+    texts = [[*prompt, *answer] for prompt, answer in answered]
+
+    def capture(layers: list[int]) -> list[torch.Tensor]:
+        engine = engine_for(context, dtype, max(map(len, texts)))
+        try:
+            return states_of(engine, texts, layers, context.config.features.batch_tokens)
+        finally:
+            engine.close()
+
+    folder, head = context.run_folder / "export" / "vllm", read_head(context.spec)
+    simulator = Simulator.of(load_export(folder), head, 0.0, dtype, resolve_device(context.config.target.device))
+    return [asdict(each) for each in explained(served_acceptance(summary), answered, capture, load_export(folder), simulator)]
+
+
+def served_acceptance(summary: dict[str, Any]) -> Acceptance:
+    """Its counters, from the shares of rounds that the summary gives."""
+    accepted = tuple(round((share or 0.0) * summary["rounds"]) for share in summary["survival"])
+    return Acceptance(summary["rounds"], (summary["rounds"], *accepted[:-1]), accepted)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -35,7 +36,7 @@ from eyas.prepare.chat import Chat
 from eyas.progress import Task
 from eyas.stage import Context
 from eyas.target.embeddings import read_head
-from eyas.target.engine import open_engine, resolve_device
+from eyas.target.engine import TargetEngine, open_engine, resolve_device
 from eyas.target.transformers_engine import batches
 
 PARTS = "served.jsonl"
@@ -141,23 +142,13 @@ def simulate_passes(context: Context, prompts: list[Prompt], exported: ExportedD
     if "seen" in parts:
         return
     config, k = context.config, context.config.evaluate.num_draft_tokens
-    answered = [pair for each in _single(prompts) for pair in zip(each.prompts, parts[f"draft {each.name}"]["answers"], strict=True)]
-    answered.sort(key=lambda pair: len(pair[0].tokens) + len(pair[1]))
+    answered = answers_with_draft(prompts, parts)
     texts = [[*prompt.tokens, *answer] for prompt, answer in answered]
-    config = config.model_copy(
-        update={
-            "target": config.target.model_copy(update={"dtype": str(dtype).removeprefix("torch.")}),
-            "data": config.data.model_copy(update={"max_length": len(texts[-1])}),
-        }
-    )
     layers = [*exported.draft.shape.aux_layers, context.spec.num_layers]
-    engine = open_engine(config, context.spec, context.folder / "engine.log", context.reporter.say)
-    states: list[torch.Tensor] = []
+    engine = engine_for(context, dtype, len(texts[-1]))
     with context.reporter.task(context.folder, "simulate", len(texts), "answers") as task:
         try:
-            for batch in batches([len(text) for text in texts], config.features.batch_tokens):
-                states += engine.capture([texts[number] for number in batch], layers)
-                task.advance(len(batch))
+            states = states_of(engine, texts, layers, config.features.batch_tokens, task.advance)
             faults = told_suspects(context, layers, layers, engine.capture, chat)  # one process taps one choice of layers
         finally:
             engine.close()  # its memory is wanted for the draft
@@ -169,6 +160,34 @@ def simulate_passes(context: Context, prompts: list[Prompt], exported: ExportedD
     parts.keep("suspects", faults)
     parts.keep("simulated", {name: asdict(each.acceptance(k)) for name, each in found.items()})
     parts.keep("seen", {name: seen(each, k) for name, each in found.items()})
+
+
+def answers_with_draft(prompts: list[Prompt], parts: Parts) -> list[tuple[Prompt, list[int]]]:
+    """In order of length."""
+    answered = [pair for each in _single(prompts) for pair in zip(each.prompts, parts[f"draft {each.name}"]["answers"], strict=True)]
+    return sorted(answered, key=lambda pair: len(pair[0].tokens) + len(pair[1]))
+
+
+def states_of(
+    engine: TargetEngine, texts: list[list[int]], layers: list[int], batch_tokens: int, advance: Callable[[int], None] = lambda rows: None
+) -> list[torch.Tensor]:
+    """The states [T, L, D] of each text, as many at once as fit into batch_tokens. advance: told of rows as they come."""
+    states: list[torch.Tensor] = []
+    for batch in batches([len(text) for text in texts], batch_tokens):
+        states += engine.capture([texts[number] for number in batch], layers)
+        advance(len(batch))
+    return states
+
+
+def engine_for(context: Context, dtype: torch.dtype, longest: int) -> TargetEngine:
+    """The target in the run file's engine, in the dtype that it was served in, for texts of up to `longest` tokens."""
+    config = context.config.model_copy(
+        update={
+            "target": context.config.target.model_copy(update={"dtype": str(dtype).removeprefix("torch.")}),
+            "data": context.config.data.model_copy(update={"max_length": longest}),
+        }
+    )
+    return open_engine(config, context.spec, context.folder / "engine.log", context.reporter.say)
 
 
 def summarise(prompts: list[Prompt], section: EvaluateSection, parts: Parts) -> dict[str, Any]:
@@ -204,7 +223,7 @@ def _figures(passes: list[Pass], section: EvaluateSection, parts: Parts) -> dict
     speed, plain_speed = (sum(part["num_tokens"] for part in side) / sum(part["seconds"] for part in side) for side in (drafted, plain))
     return {
         "num_prompts": len(ids),
-        "num_tokens": sum(part["num_tokens"] for part in plain),
+        "num_tokens": sum(part["num_tokens"] for part in drafted),
         "rounds": measured.rounds,
         "acceptance_length": measured.length,
         "simulated_acceptance_length": simulated.length,
