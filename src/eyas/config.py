@@ -222,6 +222,12 @@ class TrainSection(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Precision of matrix products; weights, gradients of weights and optimiser state are float32 always. `auto` as for the target."
     )
+    patience: int = Field(
+        10,
+        ge=0,
+        description="Training ends early after so many measurements without a longer acceptance on the held-out rows; 0: never. The best checkpoint is "
+        "exported in any case.",
+    )
     checkpoint_every: int = Field(
         100, ge=1, description="Optimiser steps between checkpoints, each also measured on the held-out rows. What a crash can lose is at most this."
     )

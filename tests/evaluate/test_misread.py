@@ -18,9 +18,14 @@ from eyas.evaluate.misread import explained, readings
 from eyas.evaluate.simulate import Acceptance, Simulator, nothing
 from eyas.evaluate.speculate import speculative_decode
 from eyas.export.check import ExportedDraft, load_export
+from eyas.features.reader import FeatureReader
 from eyas.pipeline import Run
+from eyas.prepare.rows import read_rows
 from eyas.target.embeddings import read_head
 from eyas.target.transformers_engine import TransformersEngine
+from eyas.train.loop import Materials, holdout_agreement
+from eyas.train.loss import Teacher
+from eyas.train.run import ids_are_wrong
 
 CPU, K = torch.device("cpu"), 3
 LAYERS = [1, 3, 5]
@@ -119,6 +124,21 @@ def test_the_mistake_that_was_made_is_the_first_to_be_named(mistake: str, run: R
     named = explained(found, answered, capture, right, simulator)
     assert [each.as_if for each in named][:1] == [mistake]
     assert named[0].distance < 1e-9 and named[0].acceptance_length == found.length
+
+
+def test_a_draft_whose_ids_are_not_those_it_was_taught_is_told_from_its_agreement_with_the_teacher(run: Run) -> None:
+    """Rows that it knows by heart stand for held-out ones: what a random target says is not foreseen otherwise."""
+    exported, head, config = load_export(run.folder / "export" / "vllm"), read_head(run.spec), run.config.train
+    keys = [row.key for row in read_rows(run.folder / "prepare") if not row.holdout]
+
+    def rates(ids: torch.Tensor) -> tuple[float, float]:
+        teacher = Teacher(head, exported.ids, torch.float32, CPU)
+        materials = Materials(FeatureReader(run.folder / "features"), [], keys, head.embedding, teacher, ids, torch.float32, CPU)
+        return holdout_agreement(exported.draft, materials, config)
+
+    agreed, said = rates(exported.ids)
+    assert agreed > 0.3 and said == pytest.approx(agreed, abs=0.02), "of greedy text the teacher's likeliest token is the text's"
+    assert ids_are_wrong(*rates(exported.ids.roll(7))) and not ids_are_wrong(agreed, said) and not ids_are_wrong(0.1, 0.0)
 
 
 def test_no_reading_is_the_trained_one_and_none_is_named_where_none_explains(run: Run, engine: TransformersEngine) -> None:

@@ -77,6 +77,15 @@ def test_training_with_a_quota_is_training_with_all_features(
     assert "nothing to do" in eyas("run", path, "--until", "train").err
 
 
+def test_training_that_ends_early_leaves_no_round(tmp_path: Path, eyas: Eyas, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "holdout_acceptance", lambda draft, materials, section: lengths.pop(0))
+    lengths = [1.5, 1.4, 9.0]
+    path = run_of(tmp_path / "run", "none", patience=1, checkpoint_every=2)
+    outcome = eyas("run", path, "--until", "train")
+    assert outcome.code == 0 and "no longer acceptance in 1 measurements since step 2" in outcome.err and len(result(path)[0]) == 4, outcome.err
+    assert not (tmp_path / "run" / "runs" / "run" / "features" / "round").exists()
+
+
 def test_a_run_with_a_quota_that_dies_goes_on_as_if_it_had_not_and_captures_little_again(
     tmp_path: Path, eyas: Eyas, everything: tuple[list[Any], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

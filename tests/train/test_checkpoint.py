@@ -291,6 +291,26 @@ def test_training_stopped_anywhere_and_resumed_equals_the_uninterrupted_one(
     assert_same_result(training.result(), uninterrupted)
 
 
+@pytest.mark.parametrize(("owner", "name", "number"), [(eyas.train.loop, "optimizer_step", 5), (eyas.train.run, "hash_file", 1)])
+def test_training_ends_early_where_acceptance_turns_also_after_a_stop(
+    owner: Any, name: str, number: int, run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The held-out acceptance is made to grow twice and then to fall."""
+    options = ("train.patience=2", "train.checkpoint_every=2")
+    monkeypatch.setattr(eyas.train.loop, "holdout_acceptance", lambda draft, materials, section: lengths.pop(0))
+    lengths = [1.1, 1.3, 1.2, 1.25, 9.0]
+    whole, stopped = Training(run_file, tmp_path / "whole", *options), Training(run_file, tmp_path / "stopped", *options)
+    whole.go()
+    assert whole.result()["counts"]["steps"] == 8 and whole.result()["counts"]["best_step"] == 4 and lengths == [9.0]
+    lengths = [1.1, 1.3, 1.2, 1.25, 9.0]
+    with monkeypatch.context() as patch:
+        crash_at_call(patch, owner, name, number)
+        with pytest.raises(Crash):
+            stopped.go()
+    stopped.go()
+    assert_same_result(stopped.result(), whole.result())
+
+
 def test_a_frozen_head_stays_as_it_began_and_training_with_it_resumes_as_any_other(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("train.freeze_head=true", "train.loss=lk", "train.recompute=true")
     whole, stopped = Training(run_file, tmp_path / "whole", *options), Training(run_file, tmp_path / "stopped", *options)

@@ -14,7 +14,7 @@ import torch
 
 from eyas.artifact import append_lines, hash_json, whole_lines
 from eyas.config import EvaluateSection
-from eyas.evaluate.outlook import deepest, outlook, seen
+from eyas.evaluate.outlook import by_length, deepest, outlook, seen
 from eyas.evaluate.prompts import Prompt
 from eyas.evaluate.simulate import Acceptance, Simulator, interval, nothing
 from eyas.evaluate.speculate import Choose, Decoded, chooser, plain_decode, speculative_decode
@@ -56,6 +56,7 @@ def measure_in_process(
     found = {
         **_summary(rows, k),
         "suspects": faults,
+        "by_prompt_length": by_length([len(row["prompt"]) for row in rows], [Acceptance.of(row["simulated"]) for row in rows], k),
         "by_category": {
             category: _summary([row for row in rows if row["category"] == category], k) for category in dict.fromkeys(row["category"] for row in rows)
         },

@@ -1,4 +1,4 @@
-"""What other settings would give, from answers that are there: any number of draft tokens, a tree of them, a draft that samples.
+"""What else the answers tell: what any number of draft tokens would give, a tree of them, a draft that samples; and how it goes with the length of a prompt.
 
 All of it follows from one unroll over an answer (simulate.py). A tree of width w holds the w likeliest tokens at each place, and the same behind each of
 them: more than an engine's tree of so many tokens, which leaves out the less likely ways, so its figure is the most that such a tree can give.
@@ -12,15 +12,17 @@ Legend: R rows, K steps.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from eyas.evaluate.simulate import Acceptance, Foreseen
+from eyas.evaluate.simulate import Acceptance, Foreseen, interval, nothing
 
 WIDTHS = (1, 2, 4)
 DEEPEST = 7
+BOUNDS = (0, 256, 1024, 4096, 16384)  # tokens of a prompt
 
 
 def deepest(num_draft_tokens: int) -> int:
@@ -84,3 +86,20 @@ def outlook(answers: Sequence[dict[str, list[list[float]]]], measured: Acceptanc
             "speedup": None if length is None else length * plain_seconds / (plain_seconds + (place + 1) * draft_seconds),
         })  # fmt: skip
     return table
+
+
+def by_length(lengths: Sequence[int], simulated: Sequence[Acceptance], num_draft_tokens: int) -> list[dict[str, Any]]:
+    """The simulated acceptance of the prompts in each span of lengths in tokens that has any, with its interval over them."""
+    parts: dict[int, list[Acceptance]] = {}
+    for length, acceptance in sorted(zip(lengths, simulated, strict=True), key=lambda pair: pair[0]):
+        parts.setdefault(bisect_right(BOUNDS, length) - 1, []).append(acceptance)
+    return [
+        {
+            "from_tokens": BOUNDS[part],
+            "below_tokens": BOUNDS[part + 1] if part + 1 < len(BOUNDS) else None,
+            "num_prompts": len(found),
+            "simulated_acceptance_length": sum(found, nothing(num_draft_tokens)).length,
+            "simulated_interval": interval(found),
+        }
+        for part, found in parts.items()
+    ]

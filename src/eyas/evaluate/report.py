@@ -18,6 +18,8 @@ def report(summary: dict[str, Any], context: Context) -> None:
     console.print(_by_category(summary))
     if "concurrency" in summary:
         console.print(_by_concurrency(summary["concurrency"]))
+    if len(summary["by_prompt_length"]) > 1:
+        console.print(_by_prompt_length(summary["by_prompt_length"]))
     if summary["outlook"]:
         console.print(_of_other_settings(summary["outlook"], summary["num_draft_tokens"]))
     say = context.reporter.say
@@ -64,6 +66,17 @@ def _by_category(summary: dict[str, Any]) -> Table:
             category, f"{part['num_prompts']}", f"{part['num_tokens']:,}", length, simulated, rates, same,
             f"{part['plain_tokens_per_second']:.1f}", f"{part['tokens_per_second']:.1f}", f"{part['speedup']:.2f}x",
         )  # fmt: skip
+    return table
+
+
+def _by_prompt_length(parts: list[dict[str, Any]]) -> Table:
+    table = Table(title="\nBy the length of the prompt", title_justify="left", box=None, pad_edge=False)
+    for name in ("tokens", "prompts", "simulated", "other prompts, 95%"):
+        table.add_column(name, justify="right")
+    for part in parts:
+        span = f"{part['from_tokens']:,} to {part['below_tokens'] - 1:,}" if part["below_tokens"] else f"{part['from_tokens']:,} and more"
+        length, over = part["simulated_acceptance_length"], part["simulated_interval"]
+        table.add_row(span, f"{part['num_prompts']}", f"{length:.2f}" if length else "-", "-" if over is None else f"{over[0]:.2f} to {over[1]:.2f}")
     return table
 
 

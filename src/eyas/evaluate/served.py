@@ -26,7 +26,7 @@ import torch
 
 from eyas.artifact import append_lines, whole_lines
 from eyas.config import EvaluateSection
-from eyas.evaluate.outlook import deepest, outlook, seen
+from eyas.evaluate.outlook import by_length, deepest, outlook, seen
 from eyas.evaluate.prompts import Prompt
 from eyas.evaluate.serve import Server, between, server_arguments
 from eyas.evaluate.simulate import Acceptance, Simulator, interval, nothing
@@ -203,10 +203,16 @@ def summarise(prompts: list[Prompt], section: EvaluateSection, parts: Parts) -> 
     return {
         "vllm_version": ", ".join(versions),
         "suspects": parts.found.get("suspects", []),
+        "by_prompt_length": by_length(*_simulated_lengths(prompts, parts), section.num_draft_tokens),
         **_figures(single, section, parts),
         "concurrency": levels,
         "by_category": {each.prompts[0].category: _figures([each], section, parts) for each in single},
     }
+
+
+def _simulated_lengths(prompts: list[Prompt], parts: Parts) -> tuple[list[int], list[Acceptance]]:
+    found = [prompt for prompt in prompts if "simulated" in parts]
+    return [len(prompt.tokens) for prompt in found], [Acceptance.of(parts["simulated"][prompt.id]) for prompt in found]
 
 
 SPEEDS = ("tokens_per_second", "plain_tokens_per_second", "speedup")

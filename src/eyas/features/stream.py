@@ -75,6 +75,11 @@ class StreamedFeatures:
     def row(self, key: str) -> FeatureRow:
         return (self.here if key in self.here.places else self.kept).row(key)
 
+    def discard_rounds(self) -> None:
+        """What is left of them where training ended before the last."""
+        for name in ROUNDS:
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+
     def parts(self, schedule: Schedule) -> Iterator[Schedule]:
         """The schedule in rounds, each given back when its features are there; they go when the next is asked for. Beside training, the next round is
         captured meanwhile."""

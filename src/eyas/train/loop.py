@@ -69,6 +69,8 @@ def train(draft: Draft, materials: Materials, section: TrainSection, seed: int, 
     if newest := checkpoint.latest(folder / "checkpoints"):
         state = checkpoint.load(newest, draft, optimizer)
         reporter.say(f"train: going on from step {state.step} of {len(schedule)}")
+        if turned(state, section):
+            return state
     log = StepLog(folder / "log.jsonl", state.step)
     tokens_of = [sum(materials.reader.lengths[key] for batch in step for key in batch) for _, step in schedule]
     with reporter.task(folder, "train", sum(tokens_of), "tokens") as task, StopAtStep() as stop:
@@ -89,6 +91,9 @@ def train(draft: Draft, materials: Materials, section: TrainSection, seed: int, 
             task.advance(tokens_of[state.step - 1], f"step {state.step}/{len(schedule)}, loss {loss:.3f}, agreement {sums.agreed[0] / sums.rows[0]:.1%}")
             if state.step % section.checkpoint_every == 0 or state.step == len(schedule):
                 state = measure_and_save(draft, optimizer, materials, section, state, folder, reporter)
+                if turned(state, section):
+                    reporter.say(f"train: no longer acceptance in {section.patience} measurements since step {state.best_step}: that is the draft")
+                    break
             elif stop.asked:  # not measured: where it was stopped must not decide which checkpoint is the best
                 checkpoint.save(folder / "checkpoints", draft, optimizer, state)
                 reporter.say(f"train: step {state.step} saved")
@@ -96,6 +101,11 @@ def train(draft: Draft, materials: Materials, section: TrainSection, seed: int, 
                 raise KeyboardInterrupt
             began = time.monotonic()
     return state
+
+
+def turned(state: TrainState, section: TrainSection) -> bool:
+    """Whether the held-out acceptance has not grown for as long as `patience` allows; a function of the state alone, so that going on decides alike."""
+    return state.best_acceptance is not None and 0 < section.patience * section.checkpoint_every <= state.step - state.best_step
 
 
 def steps_of(materials: Materials, section: TrainSection, schedule: Sequence[list[list[str]]]) -> Iterator[Step]:
@@ -161,6 +171,19 @@ def holdout_acceptance(draft: Draft, materials: Materials, section: TrainSection
         for acceptance in simulate(draft, materials.embedding, materials.ids, batch, section.unroll_steps):
             total = total + acceptance
     return total.length
+
+
+@torch.no_grad()
+def holdout_agreement(draft: Draft, materials: Materials, section: TrainSection) -> tuple[float, float]:
+    """Of the first draft step over some held-out rows, the share whose likeliest token is the teacher's, and the share where it is the text's."""
+    keys = next(iter(pack(materials.holdout_keys, materials.reader.lengths, section.tokens_per_batch)), [])
+    rows: list[FeatureRow] = [materials.reader.row(key) for key in keys]
+    if not rows or len((batch := make_batch(rows, 1, materials.dtype).to(materials.device)).rows_R) == 0:
+        return 0.0, 0.0
+    (step,) = unroll(draft, materials.embedding, batch, 1)
+    said_R = draft.lm_head(step.hidden_RD).argmax(-1)
+    taught_R = materials.teacher.logits(batch.last[step.at_R + 1]).argmax(-1)
+    return float((said_R == taught_R).float().mean()), float((materials.ids[said_R] == batch.label_T[step.at_R]).float().mean())
 
 
 class StepLog:

@@ -20,9 +20,11 @@ from eyas.stage import Context, Result
 from eyas.target.embeddings import read_head
 from eyas.target.engine import resolve_device, resolve_dtype
 from eyas.target.spec import TargetSpec
-from eyas.train.loop import Materials, train
+from eyas.train.loop import Materials, holdout_agreement, train
 from eyas.train.loss import Teacher
 from eyas.vocab.run import draft_vocab_size, read_ids
+
+AGREED = 0.2  # of held-out rows: below it the draft has learnt too little to tell
 
 
 def shape_of(config: RunConfig, spec: TargetSpec) -> DraftShape:
@@ -68,6 +70,14 @@ def work(context: Context) -> Result:
         device=device,
     )
     state = train(draft, materials, config.train, config.run.seed, folder, context.reporter)
+    if isinstance(reader, StreamedFeatures):
+        reader.discard_rounds()
+    agreed, said = holdout_agreement(draft, materials, config.train)
+    if ids_are_wrong(agreed, said):
+        context.reporter.say(
+            f"train: warning: the draft's likeliest token is its teacher's in {agreed:.0%} of the held-out rows, but the text's in {said:.0%} only. Either the "
+            f"ids in {context.run_folder / 'vocab'} are not those that it was taught, or the text is not the target's own."
+        )
     best = folder / "checkpoints" / f"step-{state.best_step:06d}"
     counts = {
         "steps": state.step,
@@ -77,6 +87,11 @@ def work(context: Context) -> Result:
         "holdout_draft_tokens": config.train.unroll_steps,
     }
     return Result(counts, content=hash_file(best / "weights.safetensors"))
+
+
+def ids_are_wrong(agreed: float, said: float) -> bool:
+    """Whether a draft that agrees with its teacher in a share of rows should say the text's token in more of them than it does."""
+    return agreed > AGREED and said < agreed / 4
 
 
 def best_checkpoint(folder: Path) -> Path:
