@@ -14,6 +14,7 @@ import torch
 
 from eyas.artifact import append_lines, hash_json, whole_lines
 from eyas.config import EvaluateSection
+from eyas.evaluate.fairness import judged
 from eyas.evaluate.outlook import by_length, deepest, outlook, seen
 from eyas.evaluate.prompts import Prompt
 from eyas.evaluate.simulate import Acceptance, Simulator, interval, nothing
@@ -53,9 +54,11 @@ def measure_in_process(
             append_lines(context.folder / ROWS, [row])
             task.advance(1, f"acceptance length {Acceptance.of(row['measured']).length or 0:.2f} on {prompt.id}")
     rows = [done[prompt.id] for prompt in prompts]
+    fairness = judged(row["sampled"] for row in rows if row["sampled"])
     found = {
         **_summary(rows, k),
         "suspects": faults,
+        "fairness": fairness and asdict(fairness),
         "by_prompt_length": by_length([len(row["prompt"]) for row in rows], [Acceptance.of(row["simulated"]) for row in rows], k),
         "by_category": {
             category: _summary([row for row in rows if row["category"] == category], k) for category in dict.fromkeys(row["category"] for row in rows)
@@ -108,6 +111,7 @@ class Measurement:
             "measured": asdict(second.acceptance),
             "simulated": asdict(found.acceptance(k)),
             "seen": seen(found, k),
+            "sampled": found.sampled,
         }
 
 

@@ -24,6 +24,7 @@ def read_prompts(paths: list[str], per_category: int, chat: Chat, max_length: in
     """Each row up to its first user turn as the token ids that a server would be given. Raises UserError if there is none, or one is too long."""
     prompts: list[Prompt] = []
     taken: dict[str, int] = {}
+    named: dict[str, int] = {}
     for conversation in read_conversations(paths):
         opening = up_to_first_user(conversation.messages)
         category = conversation.category or "all"
@@ -36,7 +37,9 @@ def read_prompts(paths: list[str], per_category: int, chat: Chat, max_length: in
                 f"lower evaluate.max_new_tokens."
             )
         taken[category] = taken.get(category, 0) + 1
-        prompts.append(Prompt(f"{category}/{conversation.id}", category, tokens))
+        name = f"{category}/{conversation.id}"
+        named[name] = named.get(name, 0) + 1  # files of several makers may number their rows alike
+        prompts.append(Prompt(name if named[name] == 1 else f"{name} ({named[name]})", category, tokens))
     if not prompts:
         raise UserError(f"There are no prompts to evaluate on in {', '.join(paths)}. Give some in evaluate.prompts, or set data.holdout above 0.")
     return prompts

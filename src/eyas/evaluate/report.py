@@ -25,6 +25,12 @@ def report(summary: dict[str, Any], context: Context) -> None:
     say = context.reporter.say
     for entry in summary["prompts_that_differ"]:
         say(f"evaluate: {entry['id']}: {_parting(entry, summary['dtype'])}")
+    if (sampled := summary["fairness"]) and not sampled["fair"]:
+        say(
+            f"evaluate: warning: the texts sampled with the draft are not drawn from the target's own distribution: {sampled['moved']:.0%} of "
+            f"{sampled['tokens']:,} tokens are others than they would be (p = {sampled['p_value']:.1g}). This engine is not lossless with a draft at "
+            f"temperature {summary['temperature']:g}: serve greedily, or use another version of it."
+        )
     if seen := summary["prompts_seen_in_training"]:
         say(f"evaluate: warning: {len(seen)} of the prompts were also trained on ({seen[0]}, ...): their figures flatter the draft")
     measured, simulated = summary["acceptance_length"] or 0, summary["simulated_acceptance_length"] or 0

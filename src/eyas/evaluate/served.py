@@ -6,6 +6,7 @@ served.jsonl keeps a line for each finished part, so that an interrupted evaluat
     draft C             C requests at a time
     plain ...           the same without the draft
     ties                where the answers part, how near the target alone holds the two tokens to be
+    fairness            of sampled answers: whether they are the target's own (fairness.py)
     suspects            what of the stored features is not what the target gives now (suspects.py)
     simulated, seen     what the features of the answers with the draft give: the acceptance, and that of other settings (outlook.py), a value a prompt
 """
@@ -26,6 +27,7 @@ import torch
 
 from eyas.artifact import append_lines, whole_lines
 from eyas.config import EvaluateSection
+from eyas.evaluate.fairness import judged
 from eyas.evaluate.outlook import by_length, deepest, outlook, seen
 from eyas.evaluate.prompts import Prompt
 from eyas.evaluate.serve import Server, between, server_arguments
@@ -158,6 +160,7 @@ def simulate_passes(context: Context, prompts: list[Prompt], exported: ExportedD
             prompt.id: simulator.foresee(states_TLD, prompt.tokens, answer, deepest(k)) for (prompt, answer), states_TLD in zip(answered, states, strict=True)
         }
     parts.keep("suspects", faults)
+    parts.keep("fairness", (fairness := judged(each.sampled for each in found.values() if each.sampled)) and asdict(fairness))
     parts.keep("simulated", {name: asdict(each.acceptance(k)) for name, each in found.items()})
     parts.keep("seen", {name: seen(each, k) for name, each in found.items()})
 
@@ -203,6 +206,7 @@ def summarise(prompts: list[Prompt], section: EvaluateSection, parts: Parts) -> 
     return {
         "vllm_version": ", ".join(versions),
         "suspects": parts.found.get("suspects", []),
+        "fairness": parts.found.get("fairness"),
         "by_prompt_length": by_length(*_simulated_lengths(prompts, parts), section.num_draft_tokens),
         **_figures(single, section, parts),
         "concurrency": levels,

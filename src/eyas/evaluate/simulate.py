@@ -13,12 +13,13 @@ Legend: R rows, K steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from eyas.draft.model import Draft
+from eyas.evaluate.fairness import counted
 from eyas.export.check import ExportedDraft
 from eyas.features.shard import FeatureRow
 from eyas.target.embeddings import TargetHead
@@ -115,13 +116,14 @@ class Foreseen:
 
     rank int64 [R, K]: how many tokens step k of the row finds likelier than the text's, all before it being the text's; FAR where that is outside the draft
     vocabulary, or there is none. num_steps int64 [R] and positions int64 [R] as in `simulate_rounds`. rate float32 [R, K], of a text drawn from the target: the
-    chance that the text's token was proposed by a draft that samples too, and taken (outlook.py).
+    chance that the text's token was proposed by a draft that samples too, and taken (outlook.py). sampled: bins of fairness.py, of such a text.
     """
 
     rank_RK: torch.Tensor
     num_steps_R: torch.Tensor
     positions_R: torch.Tensor
     rate_RK: torch.Tensor | None = None
+    sampled: Sequence[int] = ()
 
     def acceptance(self, num_draft_tokens: int, width: int = 1) -> Acceptance:
         """Of a chain of draft tokens; with `width`, of a tree of the so many likeliest tokens at each place, behind each of which the same follows."""
@@ -190,12 +192,15 @@ class Simulator:
     def foresee(self, states_TLD: torch.Tensor, prompt: list[int], answer: list[int], num_draft_tokens: int) -> Foreseen:
         """What the draft says over one answer of the target. states_TLD: the target's on prompt and answer, at the draft's three layers and the last."""
         text, drawn = [*prompt, *answer], None
+        sampled: Sequence[int] = ()
         tokens = torch.tensor(text, dtype=torch.int32)
         if self.temperature > 0:
             log_p_T = torch.zeros(len(text) - 1)
             log_p_AV = (self.head.logits(states_TLD[len(prompt) - 1 : -1, 3]) / self.temperature).log_softmax(-1)
             log_p_T[len(prompt) - 1 :] = log_p_AV.gather(1, tokens[len(prompt) :, None].long())[:, 0]
+            sampled = counted(log_p_AV, tokens[len(prompt) :].long())
             drawn = Drawn(self.temperature, log_p_T.to(self.embedding.device))
         row = FeatureRow("", tokens, torch.arange(len(text)) >= len(prompt), states_TLD[:, :3], states_TLD[:, 3])
         batch = make_batch([row], num_draft_tokens, self.embedding.dtype).to(self.embedding.device)
-        return foresee(self.exported.draft, self.embedding, self.exported.ids, batch, num_draft_tokens, drawn)[0]
+        (found,) = foresee(self.exported.draft, self.embedding, self.exported.ids, batch, num_draft_tokens, drawn)
+        return replace(found, sampled=sampled)

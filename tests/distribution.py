@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 EXPECTED = 5  # texts in a cell, below which the test is not exact and cells are put together
 
 
-def exact(logits: Callable[[list[int]], torch.Tensor], prompt: list[int], length: int, temperature: float, least: float) -> dict[tuple[int, ...], float]:
-    """The probability of each text of `length` tokens behind the prompt that has at least `least`. logits: of the next token [V]."""
+def exact(
+    logits: Callable[[list[int]], torch.Tensor], prompt: list[int], length: int, temperature: float, least: float, stops: Collection[int] = ()
+) -> dict[tuple[int, ...], float]:
+    """The probability of each text of `length` tokens behind the prompt, or of fewer with one of `stops` at the end, that has at least `least`. logits: of the
+    next token [V]."""
     found = {(): 1.0}
     for _ in range(length):
         longer: dict[tuple[int, ...], float] = {}
         for text, chance in found.items():
+            if text and text[-1] in stops:
+                longer[text] = chance
+                continue
             p_V = (logits([*prompt, *text]).double() / temperature).softmax(-1)
             longer |= {(*text, token): chance * float(p_V[token]) for token in (chance * p_V >= least).nonzero().flatten().tolist()}
         found = longer
