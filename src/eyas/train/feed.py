@@ -33,7 +33,7 @@ def feed(
     if device.type != "cuda":
         for keys in schedule:
             rows = [[read(key) for key in batch] for batch in keys]
-            yield Step([pack(batch).to(device) for batch in rows], _denominator(rows))
+            yield Step([pack(batch).to(device) for batch in rows], denominator(rows))
         return
     ready: queue.Queue[tuple[Step, torch.cuda.Event] | BaseException] = queue.Queue(AHEAD - 1)
     stopped = threading.Event()
@@ -54,7 +54,7 @@ def feed(
                 rows = [[read(key) for key in batch] for batch in keys]
                 packed = [pack(batch).pinned() for batch in rows]
                 with torch.cuda.stream(stream):
-                    step = Step([batch.to(device) for batch in packed], _denominator(rows))
+                    step = Step([batch.to(device) for batch in packed], denominator(rows))
                     copied = torch.cuda.Event()
                     copied.record()
                 copied.synchronize()  # before `packed`, which is being copied from, goes back to the allocator
@@ -79,5 +79,6 @@ def feed(
         thread.join()
 
 
-def _denominator(rows: list[list[FeatureRow]]) -> float:
+def denominator(rows: list[list[FeatureRow]]) -> float:
+    """The rows of all batches that count at step 0."""
     return float(sum((countable_steps(row.supervised, 1) > 0).sum().item() for batch in rows for row in batch))
