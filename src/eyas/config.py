@@ -215,6 +215,11 @@ class TrainSection(Section):
         "(the hybrid of arXiv 2602.23881).",
     )
     freeze_head: bool = Field(False, description='Leave the head as the target\'s own rows: less to compute and to hold. Needs `draft.init_head = "target"`.')
+    processes: Annotated[int, Field(ge=1, le=64)] | None = Field(
+        None,
+        description="Processes that train together, one a GPU, each on its share of every step; `tokens_per_step` is for all. Default: as many as there "
+        "are GPUs. Training may go on with another number.",
+    )
     recompute: bool = Field(
         False,
         description="Compute each draft step again in backward, instead of keeping it: a small part of the memory of long rows, about a quarter more time.",

@@ -23,10 +23,14 @@ STATE_SECONDS = 1.0  # between writes of the state file
 
 
 class Reporter:
-    """Speaks for one run: to the terminal (stderr) and to `log.txt` in the run folder."""
+    """Speaks for one run: to the terminal (stderr) and to `log.txt` in the run folder; one of several processes to neither.
 
-    def __init__(self, run_folder: Path) -> None:
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+    shows: on the terminal. writes: the log and the state file.
+    """
+
+    def __init__(self, run_folder: Path, shows: bool = True, writes: bool = True) -> None:
+        self.shows, self.writes = shows, writes
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not shows)
         self.log = run_folder / "log.txt"
         self.showing = False  # whether a bar is on the terminal
 
@@ -41,6 +45,8 @@ class Reporter:
 
     def note(self, line: str) -> None:
         """Writes to the log file alone."""
+        if not self.writes:
+            return
         with open(self.log, "a", encoding="utf-8") as file:
             file.write(f"{datetime.now().isoformat(timespec='seconds')} {line}\n")
 
@@ -61,7 +67,8 @@ class Task:
         self.bar: Progress | None = None
 
     def __enter__(self) -> Task:
-        if self.reporter.console.is_terminal and self.total > 0 and not self.reporter.showing:  # one bar at a time: that of the work that this is a part of
+        terminal = self.reporter.console.is_terminal and self.reporter.shows
+        if terminal and self.total > 0 and not self.reporter.showing:  # one bar at a time: that of the work that this is a part of
             self.reporter.showing = True
             name = TextColumn("{task.description}", table_column=Column(min_width=len(self.name), no_wrap=True))
             line = TextColumn("{task.fields[line]}", table_column=Column(no_wrap=True))
@@ -108,6 +115,8 @@ class Task:
         return f"{share:.0f}% of {self.total:,.0f} {self.unit}, {self.rate:,.{0 if self.rate >= 10 else 2}f} {self.unit}/s{left}{detail}"
 
     def write_state(self, state: str) -> None:
+        if not self.reporter.writes:
+            return
         # Not synced: it is news, not a result, and a lost line of it loses nothing.
         left = (self.total - self.done) / self.rate if self.rate > 0 else None
         values = {

@@ -154,6 +154,10 @@ FAULTS = [
     Fault("no chat template", "plan", ["chat template"], files=without("chat_template.jinja")),
     Fault("a tokenizer with code of its own, not allowed", "plan", ["trust_remote_code"], files=remote_code),
     Fault("heads that tensor parallel does not divide", "plan", ["target.tensor_parallel = 3", "4 heads", "1, 2"], vllm(tensor_parallel=3)),
+    Fault(
+        "more training processes than GPUs", "plan", ["train.processes = 4", "training has 2 GPUs", "Set it to 2"],
+        {"train": {"processes": 4}, "target": {"device": "auto"}}, words=("--gpus", "2xH200"),
+    ),
     Fault("more ranks than GPUs", "plan", ["target.tensor_parallel = 4", "1 GPUs"], vllm(tensor_parallel=4), words=("--gpus", "1xH200")),
     Fault("pipeline parallel", "plan", ["pipeline_parallel_size"], vllm(extra={"pipeline_parallel_size": 2})),
     Fault("a GPU too small for the target", "plan", ["extract needs", "24"], vllm(), LARGE, without("model.safetensors"), words=("--gpus", "1xRTX 4090")),

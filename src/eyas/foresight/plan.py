@@ -7,6 +7,7 @@ Legend: V target vocabulary, Vd draft vocabulary, D hidden width, K draft steps,
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
@@ -29,6 +30,7 @@ from eyas.foresight.tokens import Tokens, estimate
 from eyas.prepare.chat import Chat, load_chat
 from eyas.target.embeddings import IMPOSSIBLE, TAILS
 from eyas.target.spec import TargetSpec
+from eyas.train.distributed import num_processes
 from eyas.train.run import shape_of
 from eyas.vocab.run import draft_vocab_size
 
@@ -37,6 +39,7 @@ EXTRACT_DENSE = 0.56  # Llama-8B shape, vLLM 0.25.1: 39,526 tokens/s with 7.0e9 
 EXTRACT_QUANTISED_EXPERTS = 0.096  # Kimi-K2 width, 384 INT4 experts of which 8, 3 layers, vLLM 0.25.1: 32,346 tokens/s
 TRAIN = 0.57  # Llama-8B shape, K = 7, all supervised: 561 TFLOP/s
 ROUGH = "the maker's rate, at the share that one H200 reached"
+SHARE = 4096  # tokens of a step that keep a GPU busy
 LOAD_PROBE = 64 << 20  # bytes read of the weight files to see how fast their disk is
 
 
@@ -201,6 +204,15 @@ def _of_settings(config: RunConfig, spec: TargetSpec, hardware: Hardware) -> lis
     if config.data.max_length > config.train.tokens_per_batch:
         words = f"rows of data.max_length = {config.data.max_length:,} tokens do not fit into train.tokens_per_batch = {config.train.tokens_per_batch:,}"
         found.append(Finding("batch", "warn", words, "Such a row makes a larger batch of its own; raise train.tokens_per_batch, or lower data.max_length."))
+    try:
+        num_processes(config, hardware.count)
+    except UserError as error:
+        words, _, step = str(error).partition(". ")
+        found.append(Finding("train", "fail", words, step))
+    processes = _processes(config, hardware)
+    if processes > 1 and config.train.tokens_per_step < SHARE * processes:
+        words = f"train.tokens_per_step = {config.train.tokens_per_step:,} gives each of {processes} GPUs {config.train.tokens_per_step // processes:,} tokens"
+        found.append(Finding("train", "warn", words, f"A GPU is busy from about {SHARE:,} on: raise it, or set train.processes = 1 for small drafts."))
     if config.evaluate.num_draft_tokens > config.train.unroll_steps + 2:
         words = f"evaluate.num_draft_tokens = {config.evaluate.num_draft_tokens}, and training unrolls {config.train.unroll_steps} steps"
         found.append(Finding("draft tokens", "warn", words, "Later tokens are drafted as they were never trained; raise train.unroll_steps."))
@@ -249,13 +261,23 @@ def _stages(
         if not rate:
             rate = hardware.flops * TRAIN / training_flops(config, shape, tokens) if hardware.flops else None
             source = ROUGH
+        processes = 1 if features > quota(config) else _processes(config, hardware)
         steps = -(-tokens.tokens * config.train.epochs // config.train.tokens_per_step)
         weighs = f"{plan.memory['train']['parameters'] / 1e6:,.1f}M weights"
-        words = f"{config.train.epochs} epochs, about {steps:,} steps of {config.train.tokens_per_step:,} tokens; {weighs}"
-        seconds = tokens.tokens * config.train.epochs / rate if rate else None
+        over = f" over {processes} GPUs" if processes > 1 else ""
+        words = f"{config.train.epochs} epochs, about {steps:,} steps of {config.train.tokens_per_step:,} tokens{over}; {weighs}"
+        seconds = tokens.tokens * config.train.epochs / rate / processes if rate else None
+        if seconds is not None and processes > 1 and hardware.link:  # each step, the gradients of all weights are summed in float32
+            seconds += steps * 4 * plan.memory["train"]["parameters"] * 2 * (processes - 1) / processes / hardware.link
         stages.append(StageCost("train", words, seconds, source if rate else "--calibrate gives a rate"))
         stages.append(StageCost("export", f"{plan.memory['train']['parameters'] * 2 / 1e9:,.2f} GB in bfloat16", 0.0))
     return stages
+
+
+def _processes(config: RunConfig, hardware: Hardware) -> int:
+    with contextlib.suppress(UserError):  # which is a finding
+        return num_processes(config, hardware.count)
+    return 1
 
 
 def extraction_rate(config: RunConfig, spec: TargetSpec, size: Size | None, hardware: Hardware) -> float | None:

@@ -52,7 +52,7 @@ def _act_out(config: RunConfig, spec: TargetSpec, folder: Path, say: Callable[[s
     size = sum(path.stat().st_size for path in (folder / "target").iterdir())
     say(f"rehearse: the target cut to {depth} of {spec.num_layers} layers with made-up weights, {size / 1e9:,.2f} GB, {clock(time.monotonic() - began)}")
     run = Run(small(config, folder, depth))
-    run.reporter = Quiet(run.folder)
+    run.reporter = Reporter(run.folder, shows=False)  # what the stages say of made-up weights would mislead
     for stage in STAGES:
         start, printed = time.monotonic(), io.StringIO()
         try:
@@ -74,16 +74,6 @@ def _serve(run: Run) -> None:
     chat = load_chat(run.spec, run.config.target.trust_remote_code, run.config.data.chat_template_kwargs)
     rounds = serve_once(context, prompts_of(context, chat), evaluation_dtype(run.config)).rounds
     run.reporter.note(f"evaluate: vLLM drafted in {rounds} rounds")
-
-
-class Quiet(Reporter):
-    """Of a rehearsal only its own lines are shown: what the stages say of made-up weights would mislead."""
-
-    def say(self, line: str) -> None:
-        self.note(line)
-
-    def show(self, text: object) -> None:
-        self.note(str(text))
 
 
 def small(config: RunConfig, folder: Path, depth: int) -> RunConfig:

@@ -69,6 +69,10 @@ def load(path: Path, draft: Draft, optimizer: Optimizers) -> TrainState:
     tensors = load_file(path / "optimizer.safetensors")
     for name, parameter in _trained(draft):
         optimizer.restore(parameter, {key.partition(".")[0]: value for key, value in tensors.items() if key.partition(".")[2] == name})
+    return read_state(path)
+
+
+def read_state(path: Path) -> TrainState:
     return TrainState(**read_json(path / "state.json"))
 
 

@@ -29,6 +29,7 @@ from eyas.progress import Reporter
 from eyas.train import checkpoint
 from eyas.train.batch import Batch, make_batch
 from eyas.train.checkpoint import TrainState
+from eyas.train.distributed import ALONE, World
 from eyas.train.feed import Step, feed
 from eyas.train.loss import LossSums, Objective, Teacher, loss_backward
 from eyas.train.optim import Optimizers, make_optimizer, rate_share
@@ -55,12 +56,14 @@ class Materials:
     ids: torch.Tensor
     dtype: torch.dtype
     device: torch.device
+    world: World = ALONE
 
 
 def train(draft: Draft, materials: Materials, section: TrainSection, seed: int, folder: Path, reporter: Reporter) -> TrainState:
     """Trains to the end of the schedule, from the newest checkpoint in `folder` if there is one."""
+    world, lengths = materials.world, materials.reader.lengths
     epochs = [
-        epoch_steps(materials.train_keys, materials.reader.lengths, section.tokens_per_step, section.tokens_per_batch, seed, epoch)
+        epoch_steps(materials.train_keys, lengths, section.tokens_per_step, section.tokens_per_batch, seed, epoch, world.rank, world.size)
         for epoch in range(section.epochs)
     ]
     schedule = [(epoch, step) for epoch, steps in enumerate(epochs) for step in steps]
@@ -71,8 +74,9 @@ def train(draft: Draft, materials: Materials, section: TrainSection, seed: int, 
         reporter.say(f"train: going on from step {state.step} of {len(schedule)}")
         if turned(state, section):
             return state
-    log = StepLog(folder / "log.jsonl", state.step)
-    tokens_of = [sum(materials.reader.lengths[key] for batch in step for key in batch) for _, step in schedule]
+    log = StepLog(folder / "log.jsonl", state.step, silent=world.rank > 0)
+    own_tokens = [sum(lengths[key] for batch in step for key in batch) for _, step in schedule]
+    tokens_of = [round(total) for total in world.total(own_tokens)]
     with reporter.task(folder, "train", sum(tokens_of), "tokens") as task, StopAtStep() as stop:
         task.skip(sum(tokens_of[: state.step]))
         began = time.monotonic()
@@ -88,16 +92,17 @@ def train(draft: Draft, materials: Materials, section: TrainSection, seed: int, 
                 step=state.step, epoch=epoch, lr=section.lr * share, loss=loss, grad_norm=grad_norm,
                 losses=per_row(sums.loss, sums.rows), agreement=per_row(sums.agreed, sums.rows), seconds=time.monotonic() - began,
             )  # fmt: skip
+            asked = world.total([stop.asked])[0] > 0  # all stop at the same step
             task.advance(tokens_of[state.step - 1], f"step {state.step}/{len(schedule)}, loss {loss:.3f}, agreement {sums.agreed[0] / sums.rows[0]:.1%}")
             if state.step % section.checkpoint_every == 0 or state.step == len(schedule):
                 state = measure_and_save(draft, optimizer, materials, section, state, folder, reporter)
                 if turned(state, section):
                     reporter.say(f"train: no longer acceptance in {section.patience} measurements since step {state.best_step}: that is the draft")
                     break
-            elif stop.asked:  # not measured: where it was stopped must not decide which checkpoint is the best
-                checkpoint.save(folder / "checkpoints", draft, optimizer, state)
+            elif asked:  # not measured: where it was stopped must not decide which checkpoint is the best
+                save(draft, optimizer, materials, state, folder)
                 reporter.say(f"train: step {state.step} saved")
-            if stop.asked:
+            if asked:
                 raise KeyboardInterrupt
             began = time.monotonic()
     return state
@@ -127,14 +132,15 @@ def per_row(sums: torch.Tensor, rows: torch.Tensor) -> list[float | None]:
 def optimizer_step(draft: Draft, optimizer: Optimizers, materials: Materials, section: TrainSection, step: Step, share: float) -> tuple[LossSums, float]:
     """One step at `share` of the peak learning rates; returns the loss sums and the norm of the gradient before clipping."""
     optimizer.zero_grad()
-    total: LossSums | None = None
+    world = materials.world
+    (denominator,) = world.total([step.denominator])
+    total = LossSums.nothing(section.unroll_steps, materials.device)
     for batch in step.batches:
-        sums = backward(draft, materials, batch, section, step.denominator)
-        total = sums if total is None else total + sums
-    assert total is not None
+        total = total + backward(draft, materials, batch, section, denominator)
+    world.add_gradients(draft.parameters())
     grad_norm = torch.nn.utils.clip_grad_norm_(draft.parameters(), section.grad_clip)
     optimizer.step(share)
-    return total.cpu(), float(grad_norm)
+    return total.over(world), float(grad_norm)
 
 
 def backward(draft: Draft, materials: Materials, batch: Batch, section: TrainSection, denominator: float) -> LossSums:
@@ -151,7 +157,7 @@ def measure_and_save(
     acceptance = holdout_acceptance(draft, materials, section)
     if acceptance is None or state.best_acceptance is None or acceptance > state.best_acceptance:
         state = TrainState(state.step, state.step, acceptance)
-    checkpoint.save(folder / "checkpoints", draft, optimizer, state)
+    save(draft, optimizer, materials, state, folder)
     shown = (
         "no held-out rows"
         if acceptance is None
@@ -162,15 +168,26 @@ def measure_and_save(
     return state
 
 
+def save(draft: Draft, optimizer: Optimizers, materials: Materials, state: TrainState, folder: Path) -> None:
+    """By the first process; the weights of all are the same, which is looked at before they are written."""
+    weights = [float(parameter.detach().double().sum()) for parameter in draft.parameters()]
+    together = materials.world.total(weights)
+    if not all(math.isclose(total, materials.world.size * own, rel_tol=1e-12, abs_tol=1e-12) for total, own in zip(together, weights, strict=True)):
+        raise UserError(f"The processes that train have come to hold different weights at step {state.step}. Please report it; an older checkpoint goes on.")
+    if materials.world.rank == 0:
+        checkpoint.save(folder / "checkpoints", draft, optimizer, state)
+
+
 def holdout_acceptance(draft: Draft, materials: Materials, section: TrainSection) -> float | None:
     """Simulated acceptance length over the held-out rows, whose text is the data's own, greedy or not."""
-    total = nothing(section.unroll_steps)
-    for keys in pack(materials.holdout_keys, materials.reader.lengths, section.tokens_per_batch):
+    total, world = nothing(section.unroll_steps), materials.world
+    for keys in pack(materials.holdout_keys, materials.reader.lengths, section.tokens_per_batch)[world.rank :: world.size]:
         rows: list[FeatureRow] = [materials.reader.row(key) for key in keys]
         batch = make_batch(rows, section.unroll_steps, materials.dtype).to(materials.device)
         for acceptance in simulate(draft, materials.embedding, materials.ids, batch, section.unroll_steps):
             total = total + acceptance
-    return total.length
+    rounds, *accepted = world.total([total.rounds, *total.accepted])
+    return 1 + sum(accepted) / rounds if rounds else None
 
 
 @torch.no_grad()
@@ -189,12 +206,16 @@ def holdout_agreement(draft: Draft, materials: Materials, section: TrainSection)
 class StepLog:
     """log.jsonl: a line an optimiser step. Lines behind the step that training goes on from are dropped: those steps will be done again."""
 
-    def __init__(self, path: Path, step: int) -> None:
-        self.path = path
+    def __init__(self, path: Path, step: int, silent: bool) -> None:
+        self.path, self.silent = path, silent
+        if silent:
+            return
         lines = path.read_bytes().splitlines() if path.exists() else []
         write_bytes(path, b"".join(line + b"\n" for line in lines if _step_of(line) <= step))
 
     def add(self, **values: Any) -> None:
+        if self.silent:
+            return
         with open(self.path, "a") as file:
             file.write(json.dumps(values) + "\n")
 

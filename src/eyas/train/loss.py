@@ -24,6 +24,7 @@ from eyas.draft.fused import fused
 from eyas.draft.product import add_weight_gradient
 from eyas.target.embeddings import TargetHead
 from eyas.train.batch import Batch
+from eyas.train.distributed import World
 from eyas.train.unroll import StepOutput
 
 LK_DECAY = 3.0  # the paper's best
@@ -51,9 +52,14 @@ class LossSums:
     def __add__(self, other: LossSums) -> LossSums:
         return LossSums(self.rows + other.rows, self.loss + other.loss, self.agreed + other.agreed)
 
-    def cpu(self) -> LossSums:
-        """Waits for the device; not before there is nothing more to give it."""
-        return LossSums(self.rows.cpu(), self.loss.cpu(), self.agreed.cpu())
+    @classmethod
+    def nothing(cls, num_steps: int, device: torch.device) -> LossSums:
+        return cls(*torch.zeros(3, num_steps, dtype=torch.float64, device=device))
+
+    def over(self, world: World) -> LossSums:
+        """Over all processes, on the CPU. Waits for the device; not before there is nothing more to give it."""
+        sums = torch.stack([self.rows, self.loss, self.agreed]).cpu()
+        return LossSums(*torch.tensor(world.total(sums.flatten().tolist()), dtype=torch.float64).view_as(sums))
 
 
 @dataclass(frozen=True)

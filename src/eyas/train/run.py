@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from eyas.artifact import hash_file, read_manifest
 from eyas.config import RunConfig
@@ -20,6 +22,8 @@ from eyas.stage import Context, Result
 from eyas.target.embeddings import read_head
 from eyas.target.engine import resolve_device, resolve_dtype
 from eyas.target.spec import TargetSpec
+from eyas.train.checkpoint import latest, read_state
+from eyas.train.distributed import ALONE, World, launch, num_processes
 from eyas.train.loop import Materials, holdout_agreement, train
 from eyas.train.loss import Teacher
 from eyas.vocab.run import draft_vocab_size, read_ids
@@ -32,7 +36,7 @@ def shape_of(config: RunConfig, spec: TargetSpec) -> DraftShape:
 
 
 def settings(config: RunConfig, spec: TargetSpec) -> dict[str, Any]:
-    section = config.train.model_dump(exclude={"tokens_per_batch", "checkpoint_every", "dtype", "recompute"})
+    section = config.train.model_dump(exclude={"tokens_per_batch", "checkpoint_every", "dtype", "recompute", "processes"})
     return {
         "draft": {**shape_of(config, spec).as_dict(), "init_head": config.draft.init_head},
         "train": {**section, "dtype": str(resolve_dtype(config.train.dtype, resolve_device(config.target.device)))},
@@ -41,13 +45,46 @@ def settings(config: RunConfig, spec: TargetSpec) -> dict[str, Any]:
 
 
 def work(context: Context) -> Result:
-    config, spec, folder = context.config, context.spec, context.folder
+    config, folder = context.config, context.folder
+    size = num_processes(config, torch.cuda.device_count())
+    if size > 1 and streams(config, context.spec, read_rows(context.run_folder / "prepare")):
+        context.reporter.say(f"train: one process: with features.keep = {config.features.keep} rows are captured as training comes to them")
+        size = 1
+    latest(folder / "checkpoints")  # what a dead process left half-written goes before several look
+    if size > 1:
+        context.reporter.say(f"train: {size} processes, each with its share of every step")
+        launch(config, folder, size, context.reporter.shows)
+    else:
+        train_rank(context, ALONE)
+    newest = latest(folder / "checkpoints")
+    assert newest is not None
+    state = read_state(newest)
+    best = folder / "checkpoints" / f"step-{state.best_step:06d}" / "weights.safetensors"
+    counts = {
+        "steps": state.step,
+        "parameters": num_parameters(best),
+        "best_step": state.best_step,
+        "holdout_acceptance_length": state.best_acceptance,
+        "holdout_draft_tokens": config.train.unroll_steps,
+    }
+    return Result(counts, content=hash_file(best))
+
+
+def device_of(config: RunConfig, rank: int) -> torch.device:
+    """Where the process trains: on the GPU of its number."""
     device = resolve_device(config.target.device)
+    return torch.device("cuda", rank) if device.type == "cuda" and device.index is None else device
+
+
+def train_rank(context: Context, world: World) -> None:
+    """The training of one process, alone or as one of several; its result are the checkpoints."""
+    config, spec, folder = context.config, context.spec, context.folder
+    device = device_of(config, world.rank)
     dtype = resolve_dtype(config.train.dtype, device)
     rows = rows_with_features(context.run_folder)
     features = context.run_folder / "features"
     reader: FeatureReader | StreamedFeatures
-    if streams(config, spec, read_rows(context.run_folder / "prepare")):
+    if world.size == 1 and streams(config, spec, read_rows(context.run_folder / "prepare")):
         if beside_training(config):
             device = torch.device(f"cuda:{config.target.tensor_parallel}")
         reader = StreamedFeatures(config, spec, rows, features, context.reporter)
@@ -57,8 +94,8 @@ def work(context: Context) -> Result:
     ids = read_ids(context.run_folder / "vocab")
     head = read_head(spec)
     draft = new_draft(shape_of(config, spec), config.run.seed, ids, head if config.draft.init_head == "target" else None).to(device)
-    num_parameters = sum(parameter.numel() for parameter in draft.parameters())
-    context.reporter.say(f"train: {num_parameters / 1e6:.1f}M parameters, all of them the draft's, {str(dtype).removeprefix('torch.')} products on {device}")
+    size = sum(parameter.numel() for parameter in draft.parameters())
+    context.reporter.say(f"train: {size / 1e6:.1f}M parameters, all of them the draft's, {str(dtype).removeprefix('torch.')} products on {device}")
     materials = Materials(
         reader=reader,
         train_keys=[row.key for row in rows if not row.holdout],
@@ -68,8 +105,9 @@ def work(context: Context) -> Result:
         ids=ids.to(device),
         dtype=dtype,
         device=device,
+        world=world,
     )
-    state = train(draft, materials, config.train, config.run.seed, folder, context.reporter)
+    train(draft, materials, config.train, config.run.seed, folder, context.reporter)
     if isinstance(reader, StreamedFeatures):
         reader.discard_rounds()
     agreed, said = holdout_agreement(draft, materials, config.train)
@@ -78,15 +116,12 @@ def work(context: Context) -> Result:
             f"train: warning: the draft's likeliest token is its teacher's in {agreed:.0%} of the held-out rows, but the text's in {said:.0%} only. Either the "
             f"ids in {context.run_folder / 'vocab'} are not those that it was taught, or the text is not the target's own."
         )
-    best = folder / "checkpoints" / f"step-{state.best_step:06d}"
-    counts = {
-        "steps": state.step,
-        "parameters": num_parameters,
-        "best_step": state.best_step,
-        "holdout_acceptance_length": state.best_acceptance,
-        "holdout_draft_tokens": config.train.unroll_steps,
-    }
-    return Result(counts, content=hash_file(best / "weights.safetensors"))
+
+
+def num_parameters(weights: Path) -> int:
+    """Of a checkpoint, by its header alone."""
+    with safe_open(weights, "pt") as file:
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
 
 
 def ids_are_wrong(agreed: float, said: float) -> bool:

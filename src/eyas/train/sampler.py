@@ -1,4 +1,4 @@
-"""The order of training rows: a pure function of the rows' keys and lengths, the seed and the epoch.
+"""The order of training rows: a pure function of the rows' keys and lengths, the seed, the epoch, and which of how many processes takes them.
 
 Out: a list of optimiser steps, each a list of batches, each a list of row keys.
 """
@@ -28,6 +28,22 @@ def pack(keys: Sequence[str], lengths: Mapping[str, int], capacity: int) -> list
     return packs
 
 
-def epoch_steps(keys: Sequence[str], lengths: Mapping[str, int], tokens_per_step: int, tokens_per_batch: int, seed: int, epoch: int) -> list[list[list[str]]]:
+def epoch_steps(
+    keys: Sequence[str], lengths: Mapping[str, int], tokens_per_step: int, tokens_per_batch: int, seed: int, epoch: int, rank: int = 0, size: int = 1
+) -> list[list[list[str]]]:
+    """The steps' rows do not hang on the number of processes, so training goes on with another; process `rank` of `size` has a share of each, maybe none."""
     steps = pack(epoch_order(keys, seed, epoch), lengths, tokens_per_step)
-    return [pack(step, lengths, min(tokens_per_step, tokens_per_batch)) for step in steps]
+    return [pack(shares(step, lengths, size)[rank], lengths, min(tokens_per_step, tokens_per_batch)) for step in steps]
+
+
+def shares(keys: Sequence[str], lengths: Mapping[str, int], size: int) -> list[list[str]]:
+    """The rows in `size` parts of about as many tokens: the longest first, each to whom has least."""
+    if size == 1:
+        return [list(keys)]
+    parts: list[list[str]] = [[] for _ in range(size)]
+    loads = [0] * size
+    for key in sorted(keys, key=lambda key: (-lengths[key], key)):
+        least = loads.index(min(loads))
+        parts[least].append(key)
+        loads[least] += lengths[key]
+    return parts
