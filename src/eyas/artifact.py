@@ -13,6 +13,7 @@ Only JSON and safetensors; every file is written under another name, synced and 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 from collections.abc import Iterable
@@ -30,6 +31,8 @@ from eyas.errors import UserError
 SCHEMA = 1
 MANIFEST = "manifest.json"
 STARTED = "started.json"
+BLOCK = 1 << 18  # bytes that are read at once: they stay in the processor's cache
+MAPPED = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -111,13 +114,25 @@ def hash_json(value: Any) -> str:
 def hash_file(path: Path, at: int = 0, instead: bytes = b"") -> str:
     """The checksum of a file, of it as if `instead` stood at byte `at`."""
     digest = xxhash.xxh3_128()
-    block = memoryview(bytearray(1 << 22))  # one, used again: fresh memory for each read costs more than the hash
+    block = memoryview(bytearray(BLOCK))  # one, used again: fresh memory for each read costs more than the hash
     with open(path, "rb", buffering=0) as file:
         if instead:
             digest.update(file.read(at) + instead)
             file.seek(at + len(instead))
         while size := file.readinto(block):
             digest.update(block[:size])
+    return digest.hexdigest()
+
+
+def hash_written(path: Path, at: int, instead: bytes) -> str:
+    """The same of a file that this process has just written: mapped, which is twice as fast where all of it is in memory. (A disk that fails under a mapped
+    file ends the process, and not with a sentence; what comes from a disk is read.)"""
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data, memoryview(data) as view:
+        digest.update(view[:at])
+        digest.update(instead)
+        for start in range(at + len(instead), len(view), MAPPED):
+            digest.update(view[start : start + MAPPED])
     return digest.hexdigest()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import eyas.features.index
-from eyas.artifact import hash_json
+from eyas.artifact import BLOCK, MAPPED, hash_file, hash_json, hash_written
 from eyas.errors import UserError
 from eyas.features.codec import FLOAT8, decode, encode
 from eyas.features.index import INDEX, REPAIR, ShardEntry, enter, fault_of, open_index, read_entry, read_index
@@ -240,3 +240,12 @@ def test_a_row_captured_again_is_read_from_its_newest_shard(two_shards: Path) ->
     write_shard(two_shards, 2, [row("b", 7), row("a", 3)])
     reader = FeatureReader(two_shards)
     assert same(reader.row("a"), row("a", 3)) and same(reader.row("b"), row("b", 7))
+
+
+def test_a_file_just_written_has_the_checksum_that_reading_it_gives(tmp_path: Path) -> None:
+    """Of lengths around the blocks in which both are taken."""
+    for size in (50, 100, BLOCK + 20, MAPPED + 60, 2 * MAPPED + 7):
+        path = tmp_path / "file"
+        path.write_bytes(bytes(range(256)) * (size // 256) + bytes(size % 256))
+        for at in (0, 18):
+            assert hash_written(path, at, b"0" * 32) == hash_file(path, at, b"0" * 32) != hash_file(path)

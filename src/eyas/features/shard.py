@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 
-from eyas.artifact import hash_file
+from eyas.artifact import hash_file, hash_written
 from eyas.features.codec import FLOAT8, decode
 
 DTYPE_OF = {  # by its name in safetensors
@@ -155,7 +155,7 @@ def _reserve(handle: int, size: int) -> None:
 
 def finish(shard: OpenShard) -> str:
     """Puts the checksum into the filled file, syncs it, and returns the checksum; may run in a thread, as it takes most of the time."""
-    checksum = shard_sum(shard.part)
+    checksum = hash_written(shard.part, SUM_AT, NO_SUM.encode())
     with open(shard.part, "rb+") as file:
         file.seek(SUM_AT)
         file.write(checksum.encode())
