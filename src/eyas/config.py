@@ -230,8 +230,8 @@ class TrainSection(Section):
     patience: int = Field(
         10,
         ge=0,
-        description="Training ends early after so many measurements without a longer acceptance on the held-out rows; 0: never. The best checkpoint is "
-        "exported in any case.",
+        description="Training ends early if the acceptance on the held-out rows has not grown in so many measurements and has fallen by 2%; 0: never. The best "
+        "checkpoint is exported in any case.",
     )
     checkpoint_every: int = Field(
         100, ge=1, description="Optimiser steps between checkpoints, each also measured on the held-out rows. What a crash can lose is at most this."

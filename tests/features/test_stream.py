@@ -82,7 +82,7 @@ def test_training_that_ends_early_leaves_no_round(tmp_path: Path, eyas: Eyas, mo
     lengths = [1.5, 1.4, 9.0]
     path = run_of(tmp_path / "run", "none", patience=1, checkpoint_every=2)
     outcome = eyas("run", path, "--until", "train")
-    assert outcome.code == 0 and "no longer acceptance in 1 measurements since step 2" in outcome.err and len(result(path)[0]) == 4, outcome.err
+    assert outcome.code == 0 and "has turned since step 2, whose draft is taken" in outcome.err and len(result(path)[0]) == 4, outcome.err
     assert not (tmp_path / "run" / "runs" / "run" / "features" / "round").exists()
 
 

@@ -295,14 +295,14 @@ def test_training_stopped_anywhere_and_resumed_equals_the_uninterrupted_one(
 def test_training_ends_early_where_acceptance_turns_also_after_a_stop(
     owner: Any, name: str, number: int, run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The held-out acceptance is made to grow twice and then to fall."""
-    options = ("train.patience=2", "train.checkpoint_every=2")
+    """The held-out acceptance is made to grow, to stand still for longer than its patience, and then to fall."""
+    options = ("train.patience=2", "train.checkpoint_every=1")
     monkeypatch.setattr(eyas.train.loop, "holdout_acceptance", lambda draft, materials, section: lengths.pop(0))
-    lengths = [1.1, 1.3, 1.2, 1.25, 9.0]
+    lengths = [1.1, 1.3, 1.29, 1.28, 1.29, 1.25, 9.0]
     whole, stopped = Training(run_file, tmp_path / "whole", *options), Training(run_file, tmp_path / "stopped", *options)
     whole.go()
-    assert whole.result()["counts"]["steps"] == 8 and whole.result()["counts"]["best_step"] == 4 and lengths == [9.0]
-    lengths = [1.1, 1.3, 1.2, 1.25, 9.0]
+    assert whole.result()["counts"]["steps"] == 6 and whole.result()["counts"]["best_step"] == 2 and lengths == [9.0]
+    lengths = [1.1, 1.3, 1.29, 1.28, 1.29, 1.25, 9.0]
     with monkeypatch.context() as patch:
         crash_at_call(patch, owner, name, number)
         with pytest.raises(Crash):

@@ -115,6 +115,18 @@ def test_a_stopped_training_goes_on_with_another_number_of_processes(run_file: P
     assert_alike(training, alone)
 
 
+def test_a_stop_before_the_processes_are_ready_is_no_failure(run_file: Path, tmp_path: Path) -> None:
+    training = Training(run_file, tmp_path / "early")
+    process = training.start(2)
+    until = time.monotonic() + 60
+    while len(children(process)) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "goes on from there" in err and "Training process" not in err, err
+
+
 def test_more_processes_than_rows_in_a_step_leave_some_idle(run_file: Path, alone: Training, tmp_path: Path) -> None:
     training = Training(run_file, tmp_path / "many")
     training.go(5)

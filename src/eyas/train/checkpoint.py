@@ -26,11 +26,13 @@ KEPT = 2  # latest checkpoints kept beside the best
 
 @dataclass(frozen=True)
 class TrainState:
-    """step: optimiser steps done. best_step: the checkpoint with the highest acceptance on held-out rows, best_acceptance that length."""
+    """step: optimiser steps done. best_step: the checkpoint with the highest acceptance on held-out rows, best_acceptance that length; acceptance: the
+    latest."""
 
     step: int
     best_step: int
     best_acceptance: float | None
+    acceptance: float | None = None
 
 
 def save(folder: Path, draft: Draft, optimizer: Optimizers, state: TrainState) -> Path:

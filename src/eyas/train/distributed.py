@@ -33,6 +33,7 @@ from eyas.errors import UserError
 TIMEOUT = timedelta(hours=1)  # of a collective: the first measures held-out rows, others wait; whoever dies is noticed by the parent
 POLL_SECONDS = 0.1
 STOPPED = 130  # exit code after a stop that was asked for
+SAID = 2  # exit code after a sentence for the user
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def launch(config: RunConfig, folder: Path, size: int, shows: bool) -> None:
                     assert process.stdin is not None
                     process.stdin.write(json.dumps({**job, "rank": rank, "rendezvous": str(Path(meeting) / "rendezvous")}) + "\n")
                     process.stdin.flush()
-                _watch(processes, folder)
+                _watch(processes, folder, passed)
             finally:
                 for process in processes:
                     with contextlib.suppress(OSError):
@@ -126,13 +127,16 @@ def log_of(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.log"
 
 
-def _watch(processes: list[subprocess.Popen[str]], folder: Path) -> None:
-    """Waits for all. Raises UserError with what the first to fail said."""
+def _watch(processes: list[subprocess.Popen[str]], folder: Path, passed: PassedOn) -> None:
+    """Waits for all. Raises UserError with what the one that failed said; others fail after it, for want of it."""
     while True:
         codes = [process.poll() for process in processes]
-        failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, STOPPED)]
+        failed = {rank: code for rank, code in enumerate(codes) if code not in (None, 0, STOPPED)}
+        if failed and passed.asked:  # before it was far enough to stop by itself
+            raise KeyboardInterrupt
         if failed:
-            raise UserError(_reason(failed[0], processes[failed[0]].returncode, folder, len(processes)))
+            rank = min(failed, key=lambda rank: (failed[rank] != SAID, (failed[rank] or 0) >= 0, rank))
+            raise UserError(_reason(rank, processes[rank].returncode, folder, len(processes)))
         if None not in codes:
             return
         time.sleep(POLL_SECONDS)

@@ -10,7 +10,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,6 +36,7 @@ from eyas.train.optim import Optimizers, make_optimizer, rate_share
 from eyas.train.sampler import epoch_steps, pack
 from eyas.train.unroll import unroll
 
+FALLEN = 0.02  # of the best acceptance: more than it moves by chance from one checkpoint to the next
 SHAPE_MULTIPLE = 128  # positions and rows of a batch; fewer shapes are faster, more padding is slower
 
 
@@ -84,7 +85,7 @@ def train(draft: Draft, materials: Materials, section: TrainSection, seed: int, 
         for (epoch, _), step in zip(todo, steps_of(materials, section, [keys for _, keys in todo]), strict=True):
             share = rate_share(section, state.step, len(schedule))
             sums, grad_norm = optimizer_step(draft, optimizer, materials, section, step, share)
-            state = TrainState(state.step + 1, state.best_step, state.best_acceptance)
+            state = replace(state, step=state.step + 1)
             loss = float(sum(section.step_weight**k * total for k, total in enumerate(sums.loss.tolist())) / sums.rows[0])
             if not loss < float("inf"):
                 raise UserError(f"The loss became {loss} at step {state.step}. Lower train.lr or train.grad_clip; `eyas train` then begins anew.")
@@ -97,7 +98,7 @@ def train(draft: Draft, materials: Materials, section: TrainSection, seed: int, 
             if state.step % section.checkpoint_every == 0 or state.step == len(schedule):
                 state = measure_and_save(draft, optimizer, materials, section, state, folder, reporter)
                 if turned(state, section):
-                    reporter.say(f"train: no longer acceptance in {section.patience} measurements since step {state.best_step}: that is the draft")
+                    reporter.say(f"train: the acceptance has turned since step {state.best_step}, whose draft is taken")
                     break
             elif asked:  # not measured: where it was stopped must not decide which checkpoint is the best
                 save(draft, optimizer, materials, state, folder)
@@ -109,8 +110,12 @@ def train(draft: Draft, materials: Materials, section: TrainSection, seed: int, 
 
 
 def turned(state: TrainState, section: TrainSection) -> bool:
-    """Whether the held-out acceptance has not grown for as long as `patience` allows; a function of the state alone, so that going on decides alike."""
-    return state.best_acceptance is not None and 0 < section.patience * section.checkpoint_every <= state.step - state.best_step
+    """Whether the held-out acceptance has not grown for as long as `patience` allows and has clearly fallen: while the learning rate is high it may stand still
+    for long. A function of the state alone, so that going on decides alike."""
+    if state.best_acceptance is None or state.acceptance is None or not section.patience:
+        return False
+    waited = state.step - state.best_step >= section.patience * section.checkpoint_every
+    return waited and state.acceptance < (1 - FALLEN) * state.best_acceptance
 
 
 def steps_of(materials: Materials, section: TrainSection, schedule: Sequence[list[list[str]]]) -> Iterator[Step]:
@@ -156,7 +161,8 @@ def measure_and_save(
     """The held-out acceptance decides which checkpoint is the best: a falling loss does not promise a longer acceptance."""
     acceptance = holdout_acceptance(draft, materials, section)
     if acceptance is None or state.best_acceptance is None or acceptance > state.best_acceptance:
-        state = TrainState(state.step, state.step, acceptance)
+        state = replace(state, best_step=state.step, best_acceptance=acceptance)
+    state = replace(state, acceptance=acceptance)
     save(draft, optimizer, materials, state, folder)
     shown = (
         "no held-out rows"

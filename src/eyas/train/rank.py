@@ -18,7 +18,7 @@ from eyas.progress import Reporter
 from eyas.stage import Context
 from eyas.target.engine import keep_freed_memory
 from eyas.target.spec import read_spec
-from eyas.train.distributed import STOPPED, end_with_parent, join
+from eyas.train.distributed import SAID, STOPPED, end_with_parent, join
 from eyas.train.run import device_of, train_rank
 
 
@@ -39,7 +39,7 @@ def main() -> None:
         train_rank(context, join(job["rendezvous"], rank, size, device_of(config, rank)))
     except UserError as error:
         print(json.dumps({"error": str(error)}), flush=True)
-        code = 2
+        code = SAID
     except KeyboardInterrupt:
         code = STOPPED
     sys.stdout.flush()
