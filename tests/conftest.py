@@ -123,6 +123,17 @@ def make_run(tmp_path: Path, tiny_target: Path) -> Callable[..., Path]:
     return make
 
 
+@pytest.fixture(scope="session")
+def prepared_run(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
+    """A run file whose run folder holds all that training needs. Not to be trained in: copy the folder (training.py)."""
+    from eyas.config import load
+    from eyas.pipeline import Run
+
+    path = write_run(tmp_path_factory.mktemp("prepared"), tiny_target, train={"epochs": 3, "checkpoint_every": 5, "tokens_per_batch": 128})
+    Run(load(path, [])).up_to("vocab")
+    return path
+
+
 def shift_norms(model: torch.nn.Module, generator: torch.Generator, size: float = 0.5) -> None:
     """Norms of ones would let a doubled norm pass: normalising twice is then normalising once."""
     with torch.no_grad():

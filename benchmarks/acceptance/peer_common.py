@@ -267,6 +267,14 @@ def compare(folder: Path, materials: Materials, rows: list[FeatureRow], starts: 
         assert max(differences) < TOLERANCE, "the written draft is not what the peer trains"
 
 
+def disturb(model: torch.nn.Module, embedding: torch.Tensor, materials: Materials) -> None:
+    """Makes the weights of a new model differ from one another as trained ones do: norms of ones could change places unseen. embedding: the model's."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.add_(0.1 * torch.randn_like(parameter) * (1.0 if parameter.dim() == 1 else 0.2))
+    assert torch.equal(embedding, materials.head.embedding), "the embedding is not the target's"
+
+
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max())
 

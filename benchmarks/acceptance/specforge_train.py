@@ -135,10 +135,7 @@ class SpecForge:
 def check(materials: Materials, options: argparse.Namespace) -> None:
     """Its own forward over a padded batch, seen from within its loss, against the written draft."""
     peer = SpecForge(materials, options)
-    for parameter in peer.model.parameters():
-        if parameter.requires_grad:  # else the norms would all be the same
-            parameter.add_(0.1 * torch.randn_like(parameter) * (1.0 if parameter.dim() == 1 else 0.2))
-    assert torch.equal(peer.model.embed_tokens.weight, materials.head.embedding), "the embedding is not the target's"
+    common.disturb(peer.model, peer.model.embed_tokens.weight, materials)
     rows = peer.order(0)[0][: common.CHECKED_ROWS]
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 

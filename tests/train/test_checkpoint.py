@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
 from draft_helpers import VOCAB, random_draft, random_ids, random_row, small_shape
 from safetensors.torch import load_file
+from training import Training as TrainingInFolder
 
 import eyas.train.checkpoint
 import eyas.train.loop
 from eyas.artifact import read_manifest
 from eyas.config import TrainSection, load
 from eyas.draft.model import Draft
-from eyas.pipeline import Run
 from eyas.target.embeddings import TargetHead, read_head
 from eyas.target.spec import read_spec
 from eyas.train.checkpoint import TrainState, latest, load_draft, save
@@ -174,38 +169,11 @@ CACHE: dict[str, Path] = {}
 
 
 @pytest.fixture
-def run_file(make_run: Callable[..., Path]) -> Path:
-    """A run file whose run folder holds all that training needs; the first test to ask makes it, the others take it over."""
-    if "run" not in CACHE:
-        path = make_run(train={"epochs": 3, "checkpoint_every": 5, "tokens_per_batch": 128})
-        Run(load(path, [])).up_to("vocab")
-        CACHE["run"] = path
-    return CACHE["run"]
+def run_file(prepared_run: Path) -> Path:
+    return prepared_run
 
 
-class Training:
-    """One training in a run folder of its own, begun from the shared features."""
-
-    def __init__(self, run_file: Path, folder: Path, *overrides: str) -> None:
-        shutil.copytree(run_file.parent / "runs" / "run", folder)
-        self.run_file, self.folder = run_file, folder
-        self.overrides = [f"run.folder={folder}", *overrides]
-
-    def go(self) -> None:
-        Run(load(self.run_file, self.overrides)).only("train")
-
-    def process(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "eyas.cli", "train", str(self.run_file)]
-        for override in self.overrides:
-            command += ["--set", override]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": str(torch.get_num_threads())}
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=self.folder.parent)
-
-    def log(self) -> list[dict[str, Any]]:
-        """log.jsonl without the seconds, which no two runs share."""
-        lines = [json.loads(line) for line in (self.folder / "train" / "log.jsonl").read_text().splitlines()]
-        return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
-
+class Training(TrainingInFolder):
     def result(self) -> dict[str, Any]:
         """All that two equal trainings must share: every checkpoint's bytes, the log, what the manifest names as the best."""
         manifest = read_manifest(self.folder / "train")

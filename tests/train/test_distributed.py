@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import SOURCE
 from safetensors.torch import load_file
+from training import Training as TrainingInFolder
 
 from eyas.config import load
 from eyas.errors import UserError
-from eyas.pipeline import Run
 from eyas.train.checkpoint import latest, read_state
 from eyas.train.distributed import ALONE, num_processes
 from eyas.train.sampler import epoch_steps, pack, shares
@@ -29,37 +25,18 @@ CACHE: dict[str, Path] = {}
 
 
 @pytest.fixture
-def run_file(make_run: Callable[..., Path]) -> Path:
-    """A run file whose run folder holds all that training needs; the first test to ask makes it, the others take it over."""
-    if "run" not in CACHE:
-        path = make_run(train={"epochs": 3, "checkpoint_every": 5, "tokens_per_batch": 128})
-        Run(load(path, [])).up_to("vocab")
-        CACHE["run"] = path
-    return CACHE["run"]
+def run_file(prepared_run: Path) -> Path:
+    return prepared_run
 
 
-class Training:
-    def __init__(self, run_file: Path, folder: Path, *overrides: str) -> None:
-        shutil.copytree(run_file.parent / "runs" / "run", folder)
-        self.run_file, self.folder, self.overrides = run_file, folder, [f"run.folder={folder}", *overrides]
+def processes(number: int) -> str:
+    return f"train.processes={number}"
 
-    def go(self, processes: int) -> None:
-        Run(load(self.run_file, [*self.overrides, f"train.processes={processes}"])).only("train")
 
-    def start(self, processes: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "eyas.cli", "train", str(self.run_file)]
-        for override in (*self.overrides, f"train.processes={processes}"):
-            command += ["--set", override]
-        environment = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=self.folder.parent)
-
-    def lines(self) -> list[dict[str, Any]]:
-        path = self.folder / "train" / "log.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
+class Training(TrainingInFolder):
     def wait_for(self, steps: int) -> None:
         until = time.monotonic() + 120
-        while len(self.lines()) < steps:
+        while len(self.log()) < steps:
             assert time.monotonic() < until
             time.sleep(0.02)
 
@@ -71,7 +48,7 @@ class Training:
 
 def assert_alike(one: Training, other: Training) -> None:
     """To rounding: gradients are summed in another order."""
-    pairs = list(zip(one.lines(), other.lines(), strict=True))
+    pairs = list(zip(one.log(), other.log(), strict=True))
     assert all(a["loss"] == pytest.approx(b["loss"], rel=1e-4) and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3) for a, b in pairs)
     found, wanted = one.weights(), other.weights()
     assert all(torch.allclose(found[name], wanted[name], rtol=1e-3, atol=1e-4) for name in wanted)
@@ -82,7 +59,7 @@ def alone(run_file: Path) -> Training:
     training = Training.__new__(Training)
     if "alone" not in CACHE:
         training = Training(run_file, run_file.parent / "alone")
-        training.go(1)
+        training.go(processes(1))
         CACHE["alone"] = training.folder
     training.folder = CACHE["alone"]
     return training
@@ -91,7 +68,7 @@ def alone(run_file: Path) -> Training:
 def test_two_processes_train_what_one_does_and_the_same_twice(run_file: Path, alone: Training, tmp_path: Path) -> None:
     both = [Training(run_file, tmp_path / name) for name in ("a", "b")]
     for training in both:
-        training.go(2)
+        training.go(processes(2))
     assert_alike(both[0], alone)
     first, second = both[0].weights(), both[1].weights()
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -104,20 +81,20 @@ def test_two_processes_train_what_one_does_and_the_same_twice(run_file: Path, al
 
 def test_a_stopped_training_goes_on_with_another_number_of_processes(run_file: Path, alone: Training, tmp_path: Path) -> None:
     training = Training(run_file, tmp_path / "stopped")
-    process = training.start(3)
+    process = training.process(processes(3))
     training.wait_for(3)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
     newest = latest(training.folder / "train" / "checkpoints")
     assert process.returncode == 130 and "goes on from there" in err and "Traceback" not in err, err
-    assert newest is not None and read_state(newest).step == len(training.lines()) >= 3
-    training.go(2)
+    assert newest is not None and read_state(newest).step == len(training.log()) >= 3
+    training.go(processes(2))
     assert_alike(training, alone)
 
 
 def test_a_stop_before_the_processes_are_ready_is_no_failure(run_file: Path, tmp_path: Path) -> None:
     training = Training(run_file, tmp_path / "early")
-    process = training.start(2)
+    process = training.process(processes(2))
     until = time.monotonic() + 60
     while len(children(process)) < 2:
         assert time.monotonic() < until
@@ -129,7 +106,7 @@ def test_a_stop_before_the_processes_are_ready_is_no_failure(run_file: Path, tmp
 
 def test_more_processes_than_rows_in_a_step_leave_some_idle(run_file: Path, alone: Training, tmp_path: Path) -> None:
     training = Training(run_file, tmp_path / "many")
-    training.go(5)
+    training.go(processes(5))
     assert_alike(training, alone)
 
 
@@ -150,7 +127,7 @@ def children(process: subprocess.Popen[str]) -> list[int]:
 @pytest.fixture
 def long_training(run_file: Path, tmp_path: Path) -> Iterator[tuple[Training, subprocess.Popen[str]]]:
     training = Training(run_file, tmp_path / "long", "train.epochs=200", "train.patience=0")
-    process = training.start(2)
+    process = training.process(processes(2))
     try:
         training.wait_for(6)
         yield training, process
@@ -184,7 +161,7 @@ def test_no_process_outlives_the_one_that_started_it(long_training: tuple[Traini
 def test_what_a_user_can_mend_is_said_as_by_one_process(run_file: Path, tmp_path: Path) -> None:
     training = Training(run_file, tmp_path / "wild", "train.lr=1e30", "train.muon_lr=1e30", "train.warmup=0.0")
     with pytest.raises(UserError, match=r"The loss became (nan|inf) at step \d+\. Lower train\.lr"):
-        training.go(2)
+        training.go(processes(2))
 
 
 def test_shares_are_a_partition_of_about_equal_parts_that_nothing_but_the_rows_decides() -> None:
