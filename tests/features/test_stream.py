@@ -77,6 +77,19 @@ def test_training_with_a_quota_is_training_with_all_features(
     assert "nothing to do" in eyas("run", path, "--until", "train").err
 
 
+@pytest.mark.parametrize("keep", ["none", "3MB"])
+def test_processes_that_train_together_wait_for_the_first_to_capture(keep: str, tmp_path: Path, eyas: Eyas) -> None:
+    """Two processes, with all features and with a quota: the same bits."""
+    paths = [run_of(tmp_path / name, name if name == "all" else keep, processes=2) for name in ("all", "quota")]
+    for path in paths:
+        outcome = eyas("run", path, "--until", "train")
+        assert outcome.code == 0, outcome.err
+    assert result(paths[0]) == result(paths[1])
+    said = (tmp_path / "quota" / "runs" / "run" / "log.txt").read_text()
+    assert "train: 2 processes" in said and "round 2 of" in said
+    assert not list((tmp_path / "quota" / "runs" / "run" / "features").glob("round*"))
+
+
 def test_training_that_ends_early_leaves_no_round(tmp_path: Path, eyas: Eyas, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "holdout_acceptance", lambda draft, materials, section: lengths.pop(0))
     lengths = [1.5, 1.4, 9.0]

@@ -164,7 +164,7 @@ class RowsInMemory:
     def row(self, key: str) -> FeatureRow:
         return self.rows[key]
 
-    def parts(self, schedule: Any) -> list[Any]:
+    def parts(self, schedule: Any, whole: Any) -> list[Any]:
         return [schedule]
 
 

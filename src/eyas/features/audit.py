@@ -14,8 +14,8 @@ from pathlib import Path
 from safetensors import safe_open
 
 from eyas.artifact import read_json
+from eyas.features.capture import LOST
 from eyas.features.index import INDEX, READERS, ShardEntry, entries_left, fault_of
-from eyas.features.run import LOST
 from eyas.prepare.rows import row_key
 
 

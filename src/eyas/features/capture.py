@@ -29,6 +29,7 @@ from eyas.target.spec import TargetSpec
 
 SHARD_MIB = {"transformers": 128, "vllm": 1024}  # vLLM is fast: larger files and fewer proofs keep up with it
 FINISHERS = 4  # threads that prove, sync and hash shards
+LOST = "lost.json"  # beside a store's shards: key -> reason, of rows without features
 LOST_SHARE = 0.01  # of the rows, above which extraction stops
 
 

@@ -35,7 +35,7 @@ class FeatureReader:
         if missing:
             raise UserError(f"{self.folder} lacks the features of {len(missing):,} rows (the first is {missing[0]}). {REPAIR}")
 
-    def parts(self, schedule: Sequence[list[list[str]]]) -> Iterator[Sequence[list[list[str]]]]:
+    def parts(self, schedule: Sequence[list[list[str]]], whole: Sequence[list[str]]) -> Iterator[Sequence[list[list[str]]]]:
         """The schedule as it is: all features are there."""
         yield schedule
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from eyas.artifact import hash_json, read_json, write_json
 from eyas.config import RunConfig
-from eyas.features.capture import Capturer, captured_from, reasons, token_bytes
+from eyas.features.capture import LOST, Capturer, captured_from, reasons, token_bytes
 from eyas.features.disk import require_room
 from eyas.features.index import INDEX, open_index
 from eyas.features.reader import FeatureReader
@@ -27,7 +27,6 @@ from eyas.target.embeddings import read_head
 from eyas.target.spec import TargetSpec
 
 REUSABLE = (INDEX, "shard-*.safetensors")
-LOST = "lost.json"  # key -> reason, of rows without features
 
 
 def settings(config: RunConfig, spec: TargetSpec) -> dict[str, Any]:

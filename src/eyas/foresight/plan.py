@@ -21,7 +21,7 @@ from eyas.draft.shape import DraftShape
 from eyas.errors import UserError
 from eyas.features import disk
 from eyas.features.capture import token_bytes
-from eyas.features.stream import quota
+from eyas.features.stream import gpus_to_train_on, quota
 from eyas.foresight.finding import Finding, Level
 from eyas.foresight.hardware import Hardware
 from eyas.foresight.memory import extraction_memory, too_much, training_memory
@@ -209,7 +209,7 @@ def _of_settings(config: RunConfig, spec: TargetSpec, hardware: Hardware) -> lis
     except UserError as error:
         words, _, step = str(error).partition(". ")
         found.append(Finding("train", "fail", words, step))
-    processes = _processes(config, hardware)
+    processes = _processes(config, hardware, False)
     if processes > 1 and config.train.tokens_per_step < SHARE * processes:
         words = f"train.tokens_per_step = {config.train.tokens_per_step:,} gives each of {processes} GPUs {config.train.tokens_per_step // processes:,} tokens"
         found.append(Finding("train", "warn", words, f"A GPU is busy from about {SHARE:,} on: raise it, or set train.processes = 1 for small drafts."))
@@ -261,7 +261,7 @@ def _stages(
         if not rate:
             rate = hardware.flops * TRAIN / training_flops(config, shape, tokens) if hardware.flops else None
             source = ROUGH
-        processes = 1 if features > quota(config) else _processes(config, hardware)
+        processes = _processes(config, hardware, features > quota(config))
         steps = -(-tokens.tokens * config.train.epochs // config.train.tokens_per_step)
         weighs = f"{plan.memory['train']['parameters'] / 1e6:,.1f}M weights"
         over = f" over {processes} GPUs" if processes > 1 else ""
@@ -274,9 +274,9 @@ def _stages(
     return stages
 
 
-def _processes(config: RunConfig, hardware: Hardware) -> int:
+def _processes(config: RunConfig, hardware: Hardware, streamed: bool) -> int:
     with contextlib.suppress(UserError):  # which is a finding
-        return num_processes(config, hardware.count)
+        return num_processes(config, gpus_to_train_on(config, streamed, hardware.count))
     return 1
 
 

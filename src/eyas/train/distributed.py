@@ -30,7 +30,7 @@ import torch.distributed as dist
 from eyas.config import RunConfig
 from eyas.errors import UserError
 
-TIMEOUT = timedelta(hours=1)  # of a collective: the first measures held-out rows, others wait; whoever dies is noticed by the parent
+TIMEOUT = timedelta(days=30)  # of a collective: others wait while the first captures a round; whoever dies is noticed by the parent
 POLL_SECONDS = 0.1
 STOPPED = 130  # exit code after a stop that was asked for
 SAID = 2  # exit code after a sentence for the user
@@ -50,6 +50,10 @@ class World:
         sums = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(sums)
         return list(sums.tolist())
+
+    def wait(self) -> None:
+        """Until all are here."""
+        self.total([0.0])
 
     def add_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Each gradient becomes the sum over all processes; one that had no rows counts as zero."""

@@ -68,6 +68,8 @@ def train(draft: Draft, materials: Materials, section: TrainSection, seed: int, 
         for epoch in range(section.epochs)
     ]
     schedule = [(epoch, step) for epoch, steps in enumerate(epochs) for step in steps]
+    all_epochs = [epoch_steps(materials.train_keys, lengths, section.tokens_per_step, section.tokens_per_batch, seed, epoch) for epoch in range(section.epochs)]
+    whole = [[key for batch in step for key in batch] for steps in all_epochs for step in steps]
     optimizer = make_optimizer(draft, section, materials.dtype)
     state = TrainState(0, 0, None)
     if newest := checkpoint.latest(folder / "checkpoints"):
@@ -76,13 +78,12 @@ def train(draft: Draft, materials: Materials, section: TrainSection, seed: int, 
         if turned(state, section):
             return state
     log = StepLog(folder / "log.jsonl", state.step, silent=world.rank > 0)
-    own_tokens = [sum(lengths[key] for batch in step for key in batch) for _, step in schedule]
-    tokens_of = [round(total) for total in world.total(own_tokens)]
+    tokens_of = [sum(lengths[key] for key in step) for step in whole]
     with reporter.task(folder, "train", sum(tokens_of), "tokens") as task, StopAtStep() as stop:
         task.skip(sum(tokens_of[: state.step]))
         began = time.monotonic()
         todo = schedule[state.step :]
-        for (epoch, _), step in zip(todo, steps_of(materials, section, [keys for _, keys in todo]), strict=True):
+        for (epoch, _), step in zip(todo, steps_of(materials, section, [keys for _, keys in todo], whole[state.step :]), strict=True):
             share = rate_share(section, state.step, len(schedule))
             sums, grad_norm = optimizer_step(draft, optimizer, materials, section, step, share)
             state = replace(state, step=state.step + 1)
@@ -118,14 +119,16 @@ def turned(state: TrainState, section: TrainSection) -> bool:
     return waited and state.acceptance < (1 - FALLEN) * state.best_acceptance
 
 
-def steps_of(materials: Materials, section: TrainSection, schedule: Sequence[list[list[str]]]) -> Iterator[Step]:
-    """The batches of each step of the schedule, whose entries are the keys of each batch."""
+def steps_of(materials: Materials, section: TrainSection, schedule: Sequence[list[list[str]]], whole: Sequence[list[str]] | None = None) -> Iterator[Step]:
+    """The batches of each step of the schedule, whose entries are the keys of each batch. whole: all keys of each step, of all processes; those of the schedule
+    where there is one."""
+    whole = [[key for batch in step for key in batch] for step in schedule] if whole is None else whole
 
     def pack(rows: list[FeatureRow]) -> Batch:
         cuda = materials.device.type == "cuda"
         return make_batch(rows, section.unroll_steps, materials.dtype, SHAPE_MULTIPLE, loss_chunk(materials.device), pin=cuda)
 
-    for part in materials.reader.parts(schedule):
+    for part in materials.reader.parts(schedule, whole):
         yield from feed(part, materials.reader.row, pack, materials.device)
 
 

@@ -14,6 +14,8 @@ import torch
 
 from eyas.config import RunConfig
 from eyas.errors import UserError
+from eyas.features.stream import streams
+from eyas.prepare.rows import read_rows
 from eyas.progress import Reporter
 from eyas.stage import Context
 from eyas.target.engine import keep_freed_memory
@@ -35,8 +37,9 @@ def main() -> None:
     code = 0
     try:
         spec = read_spec(Path(config.target.path))
+        streamed = streams(config, spec, read_rows(folder.parent / "prepare"))
         context = Context(config, spec, folder.parent, folder, Reporter(folder.parent, shows=rank == 0 and job["shows"], writes=rank == 0))
-        train_rank(context, join(job["rendezvous"], rank, size, device_of(config, rank)))
+        train_rank(context, join(job["rendezvous"], rank, size, device_of(config, rank, streamed)))
     except UserError as error:
         print(json.dumps({"error": str(error)}), flush=True)
         code = SAID

@@ -16,7 +16,7 @@ from eyas.draft.shape import DraftShape, draft_shape
 from eyas.errors import UserError
 from eyas.features.reader import FeatureReader
 from eyas.features.run import rows_with_features
-from eyas.features.stream import StreamedFeatures, beside_training, streams
+from eyas.features.stream import StreamedFeatures, beside_training, gpus_to_train_on, streams
 from eyas.prepare.rows import read_rows
 from eyas.stage import Context, Result
 from eyas.target.embeddings import read_head
@@ -46,10 +46,8 @@ def settings(config: RunConfig, spec: TargetSpec) -> dict[str, Any]:
 
 def work(context: Context) -> Result:
     config, folder = context.config, context.folder
-    size = num_processes(config, torch.cuda.device_count())
-    if size > 1 and streams(config, context.spec, read_rows(context.run_folder / "prepare")):
-        context.reporter.say(f"train: one process: with features.keep = {config.features.keep} rows are captured as training comes to them")
-        size = 1
+    streamed = streams(config, context.spec, read_rows(context.run_folder / "prepare"))
+    size = num_processes(config, gpus_to_train_on(config, streamed, torch.cuda.device_count()))
     latest(folder / "checkpoints")  # what a dead process left half-written goes before several look
     if size > 1:
         context.reporter.say(f"train: {size} processes, each with its share of every step")
@@ -70,24 +68,24 @@ def work(context: Context) -> Result:
     return Result(counts, content=hash_file(best))
 
 
-def device_of(config: RunConfig, rank: int) -> torch.device:
-    """Where the process trains: on the GPU of its number."""
+def device_of(config: RunConfig, rank: int, streamed: bool) -> torch.device:
+    """Where the process trains: on the GPU of its number, counted behind those on which vLLM captures meanwhile."""
     device = resolve_device(config.target.device)
-    return torch.device("cuda", rank) if device.type == "cuda" and device.index is None else device
+    first = config.target.tensor_parallel if streamed and beside_training(config) else 0
+    return torch.device("cuda", first + rank) if device.type == "cuda" and device.index is None else device
 
 
 def train_rank(context: Context, world: World) -> None:
     """The training of one process, alone or as one of several; its result are the checkpoints."""
     config, spec, folder = context.config, context.spec, context.folder
-    device = device_of(config, world.rank)
+    streamed = streams(config, spec, read_rows(context.run_folder / "prepare"))
+    device = device_of(config, world.rank, streamed)
     dtype = resolve_dtype(config.train.dtype, device)
     rows = rows_with_features(context.run_folder)
     features = context.run_folder / "features"
     reader: FeatureReader | StreamedFeatures
-    if world.size == 1 and streams(config, spec, read_rows(context.run_folder / "prepare")):
-        if beside_training(config):
-            device = torch.device(f"cuda:{config.target.tensor_parallel}")
-        reader = StreamedFeatures(config, spec, rows, features, context.reporter)
+    if streamed:
+        reader = StreamedFeatures(config, spec, rows, features, context.reporter, world)
     else:
         reader = FeatureReader(features)
         reader.require(row.key for row in rows)
