@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from conftest import Outcome
 
 from eyas.evaluate.fairness import BINS, counted, judged, points
 
@@ -58,3 +62,18 @@ def test_a_token_lies_behind_all_that_are_likelier_and_equals_in_order() -> None
     for point, (low, high) in zip(found, [(0.5, 0.7), (0.0, 0.5), (0.7, 0.9), (0.9, 1.0)], strict=True):
         assert low <= point <= high
     assert judged([]) is None
+
+
+def test_an_evaluation_at_a_temperature_says_what_holds_there(make_run: Callable[..., Path], tmp_path: Path, eyas: Callable[..., Outcome]) -> None:
+    path = make_run(train={"epochs": 1}, evaluate={"temperature": 1.0, "max_new_tokens": 40, "prompts_per_category": 4})
+    outcome = eyas("run", path)
+    assert outcome.code == 0 and "draft tokens, sampled, the draft greedy" in outcome.out and "if the draft samples" in outcome.out, outcome.err
+    assert "not drawn from the target's own" not in outcome.err
+    summary: dict[str, Any] = json.loads((tmp_path / "runs" / "run" / "evaluate" / "summary.json").read_text())
+    assert summary["temperature"] == 1.0 and summary["greedy_identical"] is None and summary["prompts_that_differ"] == []
+    assert summary["fairness"]["fair"] and summary["fairness"]["tokens"] == summary["num_tokens"]
+    assert summary["acceptance_length"] == summary["simulated_acceptance_length"], "of the very answers that the draft helped to write"
+    assert [line["draft_tokens"] for line in summary["outlook"]] == list(range(1, 8))
+    lines = [(line["acceptance_length"], line["tree_of_2"], line["tree_of_4"]) for line in summary["outlook"]]
+    assert all(1 <= chain <= two <= four for chain, two, four in lines) and all(line["sampled_draft"] >= 1 for line in summary["outlook"])
+    assert "nothing to do" in eyas("run", path).err and eyas("run", path, "--set", "evaluate.temperature=0").code == 0

@@ -12,6 +12,7 @@ import pytest
 import torch
 from draft_helpers import random_draft, random_head, random_ids, random_row, small_shape
 
+from eyas.evaluate.outlook import by_length, outlook
 from eyas.evaluate.simulate import FAR, Acceptance, Foreseen, foresee, interval, nothing, one_round, rank_of, simulate, simulate_rounds
 from eyas.train.batch import countable_steps, make_batch
 
@@ -188,3 +189,25 @@ def test_a_tree_accepts_what_is_among_its_likeliest_and_a_chain_of_fewer_steps_i
         assert found.acceptance(k) == simulate(draft, head.embedding, ids, make_batch([row], k, torch.float32), k)[0]
     far = Foreseen(torch.tensor([[3, FAR]]), torch.tensor([2]), torch.tensor([0]))
     assert [far.acceptance(2, width).accepted for width in (3, 4)] == [(0, 0), (1, 0)]
+
+
+def test_the_speed_foretold_for_what_was_measured_is_what_was_measured_and_costs_grow_with_each_token() -> None:
+    """Two draft tokens measured: 100 rounds with 60 and 40 accepted, a round of 0.15 s beside a plain step of 0.1 s, so 0.025 s a draft token."""
+    measured = Acceptance(100, (100, 60), (60, 40))
+    answers = [
+        {"1": [[70, 40], [50, 50], [40, 60]], "2": [[70, 40]] * 3, "4": [[70, 40]] * 3},
+        {"1": [[55, 45], [50, 50], [45, 55]], "2": [[1, 1]] * 3, "4": [[1, 1]] * 3},
+    ]
+    table = outlook(answers, measured, drafted_speed=2.0 / 0.15, plain_speed=10.0)
+    assert [line["acceptance_length"] for line in table] == [1 + 85 / 125, 2.0, 1 + 115 / 85]
+    speeds = [line["acceptance_length"] * 0.1 / (0.1 + tokens * 0.025) for tokens, line in enumerate(table, start=1)]
+    assert [line["speedup"] for line in table] == pytest.approx(speeds) and table[1]["speedup"] == pytest.approx(2.0 / 0.15 / 10.0)
+    assert outlook([], measured, 1.0, 1.0) == [] and outlook(answers, nothing(2), 1.0, 1.0) == []
+
+
+def test_prompts_are_grouped_by_spans_of_length() -> None:
+    simulated = [Acceptance(10, (10,), (accepted,)) for accepted in (1, 2, 3, 4)]
+    found = by_length([20_000, 255, 256, 0], simulated, 1)
+    assert [(part["from_tokens"], part["below_tokens"], part["num_prompts"]) for part in found] == [(0, 256, 2), (256, 1024, 1), (16384, None, 1)]
+    assert [part["simulated_acceptance_length"] for part in found] == [1.3, 1.3, 1.1]
+    assert found[0]["simulated_interval"] is not None and found[1]["simulated_interval"] is None
