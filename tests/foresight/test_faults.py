@@ -163,6 +163,10 @@ FAULTS = [
     Fault("a GPU too small for the target", "plan", ["extract needs", "24"], vllm(), LARGE, without("model.safetensors"), words=("--gpus", "1xRTX 4090")),
     Fault("a GPU too small for training", "plan", ["train needs", "tokens_per_batch"], {"train": {"tokens_per_batch": 1 << 26}}, words=("--gpus", "1xH200")),
     Fault("a GPU that nobody knows", "plan", ["8xH2000", "did you mean H200"], words=("--gpus", "8xH2000")),
+    Fault(
+        "no room for vLLM beside the draft", "plan", ["take turns on a GPU", "vLLM wants 95% of 24 GB", "target.gpu_memory_utilization = 0.8"],
+        vllm(gpu_memory_utilization=0.95) | {"features": {"keep": "none"}, "data": {"synthesize": 10**5}}, words=("--gpus", "1xRTX 4090"),
+    ),
     Fault("a disk too small for the features", "plan", ["The features need", "features.keep"], {"data": {"synthesize": 10**6}}, machine=small_disk),
     Fault("no data", "plan", ["none.jsonl does not exist"], {"data": {"conversations": ["none.jsonl"]}}),
     Fault("data of another form", "plan", ["a row needs messages"], files=lambda target: (target.parent / "data.jsonl").write_text('{"text": "a"}\n')),

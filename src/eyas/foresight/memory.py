@@ -95,6 +95,24 @@ def too_much(config: RunConfig, spec: TargetSpec, memory: dict[str, dict[str, An
     return found
 
 
+def in_turns(config: RunConfig, memory: dict[str, dict[str, Any]], hardware: Hardware) -> list[Finding]:
+    """Where vLLM captures round by round on the GPUs that train: it starts only if its share of a GPU is free, and the draft stays there."""
+    if "train" not in memory or config.target.engine != "vllm" or not hardware.bytes:
+        return []
+    parts, share = memory["train"]["parts"], config.target.gpu_memory_utilization
+    held = parts["weights, gradients, moments"] + parts["target's rows"] + int(OVERHEAD)
+    if share * hardware.bytes + held <= hardware.bytes:
+        return []
+    room = math.floor(100 * (1 - held / hardware.bytes)) / 100
+    words = (
+        f"with features.keep = {config.features.keep} target and draft take turns on a GPU, where the draft keeps {held / 1e9:,.1f} GB, and vLLM wants "
+        f"{share:.0%} of {hardware.bytes / 1e9:,.0f} GB"
+    )
+    fits = memory["extract"]["need"] <= room * hardware.bytes
+    step = f"Set target.gpu_memory_utilization = {room}." if fits else 'Set features.keep = "all", or shard the target over more GPUs.'
+    return [Finding("memory", "fail" if share * hardware.bytes + held / MARGIN > hardware.bytes else "warn", words, step)]
+
+
 def _smaller(config: RunConfig, spec: TargetSpec, name: str, memory: dict[str, Any], weights: int, hardware: Hardware, tokens: Tokens | None) -> str:
     """The nearest setting that fits."""
     room = memory["room"]

@@ -24,7 +24,7 @@ from eyas.features.capture import token_bytes
 from eyas.features.stream import gpus_to_train_on, quota
 from eyas.foresight.finding import Finding, Level
 from eyas.foresight.hardware import Hardware
-from eyas.foresight.memory import extraction_memory, too_much, training_memory
+from eyas.foresight.memory import extraction_memory, in_turns, too_much, training_memory
 from eyas.foresight.size import Size, describe_quantization, experts_used, num_experts, size_of
 from eyas.foresight.tokens import Tokens, estimate
 from eyas.prepare.chat import Chat, load_chat
@@ -100,6 +100,8 @@ def make_plan(config: RunConfig, spec: TargetSpec, hardware: Hardware, rates: di
     if plan.tokens is not None:
         features = plan.tokens.tokens * token_bytes(config, spec)
         findings += _of_disk(config, features)
+        if hardware.count and features > quota(config) and gpus_to_train_on(config, True, hardware.count) == hardware.count:
+            findings += in_turns(config, plan.memory, hardware)
         plan.stages = _stages(config, spec, shape, plan, size, weights, features, rates or {})
     return plan
 
