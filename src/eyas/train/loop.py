@@ -179,7 +179,7 @@ def measure_and_save(
 
 def save(draft: Draft, optimizer: Optimizers, materials: Materials, state: TrainState, folder: Path) -> None:
     """By the first process; the weights of all are the same, which is looked at before they are written."""
-    weights = [float(parameter.detach().double().sum()) for parameter in draft.parameters()]
+    weights = [float(parameter.detach().sum(dtype=torch.float64)) for parameter in draft.parameters()] if materials.world.size > 1 else []
     together = materials.world.total(weights)
     if not all(math.isclose(total, materials.world.size * own, rel_tol=1e-12, abs_tol=1e-12) for total, own in zip(together, weights, strict=True)):
         raise UserError(f"The processes that train have come to hold different weights at step {state.step}. Please report it; an older checkpoint goes on.")
