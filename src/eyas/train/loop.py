@@ -33,7 +33,7 @@ from eyas.train.distributed import ALONE, World
 from eyas.train.feed import Step, feed
 from eyas.train.loss import LossSums, Objective, Teacher, loss_backward
 from eyas.train.optim import Optimizers, make_optimizer, rate_share
-from eyas.train.sampler import epoch_steps, pack
+from eyas.train.sampler import epoch_rows, own_batches, pack
 from eyas.train.unroll import unroll
 
 FALLEN = 0.02  # of the best acceptance: more than it moves by chance from one checkpoint to the next
@@ -63,13 +63,9 @@ class Materials:
 def train(draft: Draft, materials: Materials, section: TrainSection, seed: int, folder: Path, reporter: Reporter) -> TrainState:
     """Trains to the end of the schedule, from the newest checkpoint in `folder` if there is one."""
     world, lengths = materials.world, materials.reader.lengths
-    epochs = [
-        epoch_steps(materials.train_keys, lengths, section.tokens_per_step, section.tokens_per_batch, seed, epoch, world.rank, world.size)
-        for epoch in range(section.epochs)
-    ]
-    schedule = [(epoch, step) for epoch, steps in enumerate(epochs) for step in steps]
-    all_epochs = [epoch_steps(materials.train_keys, lengths, section.tokens_per_step, section.tokens_per_batch, seed, epoch) for epoch in range(section.epochs)]
-    whole = [[key for batch in step for key in batch] for steps in all_epochs for step in steps]
+    rows = [(epoch, step) for epoch in range(section.epochs) for step in epoch_rows(materials.train_keys, lengths, section.tokens_per_step, seed, epoch)]
+    whole, capacity = [step for _, step in rows], min(section.tokens_per_step, section.tokens_per_batch)
+    schedule = [(epoch, own_batches(step, lengths, capacity, world.rank, world.size)) for epoch, step in rows]
     optimizer = make_optimizer(draft, section, materials.dtype)
     state = TrainState(0, 0, None)
     if newest := checkpoint.latest(folder / "checkpoints"):

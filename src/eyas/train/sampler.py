@@ -31,9 +31,19 @@ def pack(keys: Sequence[str], lengths: Mapping[str, int], capacity: int) -> list
 def epoch_steps(
     keys: Sequence[str], lengths: Mapping[str, int], tokens_per_step: int, tokens_per_batch: int, seed: int, epoch: int, rank: int = 0, size: int = 1
 ) -> list[list[list[str]]]:
-    """The steps' rows do not hang on the number of processes, so training goes on with another; process `rank` of `size` has a share of each, maybe none."""
-    steps = pack(epoch_order(keys, seed, epoch), lengths, tokens_per_step)
-    return [pack(shares(step, lengths, size)[rank], lengths, min(tokens_per_step, tokens_per_batch)) for step in steps]
+    """The batches of process `rank` of `size`."""
+    steps = epoch_rows(keys, lengths, tokens_per_step, seed, epoch)
+    return [own_batches(step, lengths, min(tokens_per_step, tokens_per_batch), rank, size) for step in steps]
+
+
+def epoch_rows(keys: Sequence[str], lengths: Mapping[str, int], tokens_per_step: int, seed: int, epoch: int) -> list[list[str]]:
+    """All rows of each step. They do not hang on the number of processes, so training goes on with another."""
+    return pack(epoch_order(keys, seed, epoch), lengths, tokens_per_step)
+
+
+def own_batches(step: Sequence[str], lengths: Mapping[str, int], capacity: int, rank: int, size: int) -> list[list[str]]:
+    """The share of process `rank` of `size` of a step's rows, maybe none, in batches of up to `capacity` tokens."""
+    return pack(shares(step, lengths, size)[rank], lengths, capacity)
 
 
 def shares(keys: Sequence[str], lengths: Mapping[str, int], size: int) -> list[list[str]]:
