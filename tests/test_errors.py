@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import SOURCE, Outcome, conversation, make_tiny_target, write_run
+from training import Training
 
 from eyas.features import capture as features_capture
 from eyas.features import disk
@@ -250,6 +251,16 @@ def test_a_disk_that_fills_during_prepare_stops_it_and_it_goes_on_when_there_is_
     assert eyas("prepare", path).code == 0
     assert eyas("prepare", path, "--set", f"run.folder={path.parent / 'elsewhere'}").code == 0
     assert (small_disk / "run" / "prepare" / "rows.safetensors").read_bytes() == (path.parent / "elsewhere" / "prepare" / "rows.safetensors").read_bytes()
+
+
+def test_a_disk_that_fills_while_several_processes_train_is_said_as_by_one(eyas: Eyas, prepared_run: Path, small_disk: Path) -> None:
+    training = Training(prepared_run, small_disk / "run")
+    ballast = leave_free(small_disk, 200_000)
+    options = [word for override in (*training.overrides, "train.processes=2") for word in ("--set", override)]
+    outcome = eyas("train", prepared_run, *options)
+    assert "disk is full" in outcome.error and "eyas train" in outcome.error
+    ballast.unlink()
+    assert eyas("train", prepared_run, *options).code == 0
 
 
 def exported(folder: Path) -> bytes:

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from eyas import __version__
 from eyas.config import load
-from eyas.errors import UserError, explain_os_error
+from eyas.errors import UserError, sentence
 
 app = typer.Typer(
     add_completion=False,
@@ -41,30 +41,17 @@ def guarded(act: Callable[[], None]) -> None:
     redo = shlex.join(["eyas", *sys.argv[1:]])
     try:
         act()
-    except UserError as error:
-        _fail(str(error))
     except KeyboardInterrupt:
         sys.stderr.write(f"\nStopped. All finished work is kept; `{redo}` goes on from there.\n")
         sys.exit(130)
-    except OSError as error:
-        _fail(explain_os_error(error, redo))
     except Exception as error:
-        if _disk_is_full(error):
-            _fail(f"The disk is full. Free some space, then run `{redo}`; all finished work is kept.")
+        if said := sentence(error, redo):
+            sys.stderr.write(f"error: {said}\n")
+            sys.exit(2)
         report = Path("eyas-error.txt").resolve()
         report.write_text(f"eyas {__version__}, {redo}\n\n{traceback.format_exc()}")
         sys.stderr.write(f"error: a fault inside Eyas: {error!r}. Finished work is kept. Please report it with {report}.\n")
         sys.exit(1)
-
-
-def _fail(message: str) -> None:
-    sys.stderr.write(f"error: {message}\n")
-    sys.exit(2)
-
-
-def _disk_is_full(error: Exception) -> bool:
-    # safetensors raises its own error type around the system's
-    return "No space left on device" in str(error) or "os error 28" in str(error)
 
 
 def _quiet_libraries() -> None:

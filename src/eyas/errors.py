@@ -26,3 +26,15 @@ def explain_os_error(error: OSError, redo: str) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{where}the disk is full. Free some space, then run `{redo}`; all finished work is kept."
     return f"{where}{error.strerror or error}. Mend that, then run `{redo}`; all finished work is kept."
+
+
+def sentence(error: Exception, redo: str) -> str | None:
+    """What the user is told of an error that has its cause outside Eyas; None of a fault inside."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError):
+        return explain_os_error(error, redo)
+    # safetensors raises its own error type around the system's
+    if "No space left on device" in str(error) or "os error 28" in str(error):
+        return f"The disk is full. Free some space, then run `{redo}`; all finished work is kept."
+    return None

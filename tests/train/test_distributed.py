@@ -6,19 +6,21 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import SOURCE
 from safetensors.torch import load_file
 from training import Training as TrainingInFolder
 
 from eyas.config import load
 from eyas.errors import UserError
 from eyas.train.checkpoint import latest, read_state
-from eyas.train.distributed import ALONE, num_processes
+from eyas.train.distributed import ALONE, _reason, num_processes
 from eyas.train.sampler import epoch_steps, pack, shares
 
 CACHE: dict[str, Path] = {}
@@ -162,6 +164,16 @@ def test_what_a_user_can_mend_is_said_as_by_one_process(run_file: Path, tmp_path
     training = Training(run_file, tmp_path / "wild", "train.lr=1e30", "train.muon_lr=1e30", "train.warmup=0.0")
     with pytest.raises(UserError, match=r"The loss became (nan|inf) at step \d+\. Lower train\.lr"):
         training.go(processes(2))
+
+
+def test_a_fault_of_ours_in_a_process_comes_with_its_traceback_and_a_process_nobody_wants_ends(tmp_path: Path) -> None:
+    said = "import json; print(json.dumps({'fault': 'Traceback (most recent call last):\\n  line 7\\nKeyError: 3'}))"
+    with subprocess.Popen([sys.executable, "-c", said], stdout=subprocess.PIPE, text=True) as process:
+        process.wait()
+        fault = _reason(1, process, tmp_path, 2)
+    assert str(fault) == "training process 1 of 2: KeyError: 3" and "line 7" in fault.__notes__[0] and not isinstance(fault, UserError)
+    environment = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}
+    assert subprocess.run([sys.executable, "-m", "eyas.train.rank"], stdin=subprocess.DEVNULL, env=environment, timeout=60, check=False).returncode == 0
 
 
 def test_shares_are_a_partition_of_about_equal_parts_that_nothing_but_the_rows_decides() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -93,24 +94,25 @@ def join(rendezvous: str, rank: int, size: int, device: torch.device) -> World:
 
 
 def launch(config: RunConfig, folder: Path, size: int, shows: bool) -> None:
-    """Runs train/rank.py `size` times over, to the end. folder: the stage's own, where each process has a log. shows: whether the first
+    """Runs train/rank.py `size` times over, to the end. folder: the stage's own, where each process but the first has a log. shows: whether the first
     speaks to the terminal.
 
     Raises UserError if one fails, and KeyboardInterrupt after a stop that was asked for; then what was saved is there.
     """
-    job = {"config": config.model_dump(mode="json"), "folder": str(folder), "size": size, "shows": shows}
+    redo = shlex.join(["eyas", *sys.argv[1:]])
+    job = {"config": config.model_dump(mode="json"), "folder": str(folder), "size": size, "shows": shows, "redo": redo}
     # One machine needs no network but its own; and threads that share cores must not fight for them.
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // size))}
     with tempfile.TemporaryDirectory() as meeting:
         processes: list[subprocess.Popen[str]] = []
-        with PassedOn(processes) as passed:
+        with PassedOn(processes) as passed, contextlib.ExitStack() as logs:
             try:
                 for rank in range(size):
-                    with open(log_of(folder, rank), "w") as log:
-                        process = subprocess.Popen(
-                            [sys.executable, "-m", "eyas.train.rank"], stdin=subprocess.PIPE, stdout=log, stderr=None if rank == 0 else log, text=True,
-                            env=environment, start_new_session=True,  # Ctrl-C comes once, from here
-                        )  # fmt: skip
+                    errors = None if rank == 0 else logs.enter_context(open(log_of(folder, rank), "w"))
+                    process = subprocess.Popen(
+                        [sys.executable, "-m", "eyas.train.rank"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
+                        start_new_session=True,  # Ctrl-C comes once, from here
+                    )  # fmt: skip
                     processes.append(process)
                     assert process.stdin is not None
                     process.stdin.write(json.dumps({**job, "rank": rank, "rendezvous": str(Path(meeting) / "rendezvous")}) + "\n")
@@ -140,18 +142,25 @@ def _watch(processes: list[subprocess.Popen[str]], folder: Path, passed: PassedO
             raise KeyboardInterrupt
         if failed:
             rank = min(failed, key=lambda rank: (failed[rank] != SAID, (failed[rank] or 0) >= 0, rank))
-            raise UserError(_reason(rank, processes[rank].returncode, folder, len(processes)))
+            raise _reason(rank, processes[rank], folder, len(processes))
         if None not in codes:
             return
         time.sleep(POLL_SECONDS)
 
 
-def _reason(rank: int, code: int, folder: Path, size: int) -> str:
-    lines = log_of(folder, rank).read_text(errors="replace").splitlines()
-    with contextlib.suppress(ValueError, KeyError, IndexError, TypeError):
-        return str(json.loads(lines[-1])["error"])
+def _reason(rank: int, process: subprocess.Popen[str], folder: Path, size: int) -> Exception:
+    assert process.stdout is not None
+    with contextlib.suppress(ValueError):
+        said = json.loads(process.stdout.read())
+        if "error" in said:
+            return UserError(said["error"])
+        fault = RuntimeError(f"training process {rank} of {size}: {said['fault'].strip().splitlines()[-1]}")
+        fault.add_note(said["fault"])
+        return fault
+    code = process.returncode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    return f"Training process {rank} of {size} {how}; {log_of(folder, rank)} may say why. What was saved stays: the same command goes on from there."
+    where = f"; {log_of(folder, rank)} may say why" if rank else ""
+    return UserError(f"Training process {rank} of {size} {how}{where}. What was saved stays: the same command goes on from there.")
 
 
 class PassedOn:
