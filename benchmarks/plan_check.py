@@ -3,7 +3,8 @@
     python benchmarks/plan_check.py RUN.toml [--set SECTION.KEY=VALUE ...]
 
 Each stage runs in a process of its own, in a run folder made anew. Memory is the most that the process held of its own
-(mapped files not counted, which the system takes back when it wants); the last column is prediction / measurement.
+(mapped files not counted, which the system takes back when it wants); where there is a GPU, what nvidia-smi says of the fullest one, less what was taken
+before. The last column is prediction / measurement. vLLM takes its whole share of a GPU for its cache, unless target.extra.kv_cache_memory_bytes says less.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from eyas.foresight.hardware import smi
 
 
 def main() -> None:
@@ -49,13 +52,20 @@ def eyas(*words: str) -> tuple[str, int]:
     """(what it printed, bytes it held at most). Ends the benchmark if it fails."""
     process = subprocess.Popen([sys.executable, "-m", "eyas.cli", *words], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    most = 0
+    most, before = 0, used() or 0
     while process.poll() is None:
-        most = max(most, held(process.pid))
+        now = used()
+        most = max(most, held(process.pid) if now is None else now - before)
         time.sleep(0.1)
     if process.returncode:
         sys.exit(f"eyas {' '.join(words)} ended with {process.returncode}")
     return process.stdout.read(), most
+
+
+def used() -> int | None:
+    """Bytes taken of the fullest GPU; None without one."""
+    rows = smi("--query-gpu=memory.used")
+    return max(int(row[0]) << 20 for row in rows) if rows else None
 
 
 def held(pid: int) -> int:

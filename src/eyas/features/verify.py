@@ -30,9 +30,9 @@ POSITIONS = 32  # of a row that are looked at, spread evenly: the head of a larg
 def capture_error(tokens: torch.Tensor, last: torch.Tensor, head: TargetHead, log_probabilities: torch.Tensor) -> float:
     """Mean |log p by features - log p by the engine| over up to `POSITIONS` of the row's tokens, in nats; 0 for a row of one token, which says nothing.
 
-    tokens int [T]; last [T, D] of layer N; log_probabilities [T - 1], the engine's own for the tokens but the first.
+    tokens int [T]; last [T, D] of layer N; log_probabilities [P - 1], the engine's own for the first P <= T tokens but the very first.
     """
-    count = len(tokens) - 1
+    count = len(log_probabilities)
     if count == 0:
         return 0.0
     at = torch.linspace(0, count - 1, min(count, POSITIONS)).round().long()

@@ -42,9 +42,9 @@ class Answer:
 class Filled:
     """A shard whose states are written.
 
-    lost: rows that the engine did not bring, with the reason. not_finite: rows with a state that is infinite or NaN. log_probabilities: the target's own
-    for the tokens but the first of row `sample`, float32 [T - 1], for the proof of capture. rounding: for each layer how far what is stored is from the
-    states, relative to their size, over all that the engine has stored so far.
+    lost: rows that the engine did not bring, with the reason. not_finite: rows with a state that is infinite or NaN. log_probabilities: for the proof of
+    capture, the target's own for the first P <= T tokens of row `sample` but the very first, float32 [P - 1]. rounding: for each layer how far what is
+    stored is from the states, relative to their size, over all that the engine has stored so far.
     """
 
     shard: OpenShard

@@ -40,6 +40,8 @@ Mode = Literal["capture", "generate"]
 WORKER_FILES = ("__init__.py", "errors.py", "features/__init__.py", "features/codec.py", "target/__init__.py", "target/tap.py", "target/vllm_worker.py")
 # One command holds the rows of about so many seconds: enough that the gap between two commands does not show. It is also what a crash can lose.
 GROUP_SECONDS = 20.0
+# Of a shard's proof: log-probabilities of a whole row cost vLLM the head at every token and a wait for the device. The first shard's row is proved whole.
+PROOF_TOKENS = 128
 SETTLE_SECONDS = 5.0  # after its rows were read, in which a command's last states should be written
 LOAD_MINUTES = 30.0  # of silence while loading that count as a hang: a slow disk may keep it waiting
 LOSSES = 2  # in a row, without an answer between, after which the engine is not started again
@@ -110,7 +112,7 @@ class VllmEngine:
         for kept in (self.under_way, self.open, self.settled, self.counted):
             kept.clear()
         for number, group in enumerate(self._groups(shards)):
-            opened = Group(group, {"layers": list(layers), **self._plan(group, f"rows-{number}")})
+            opened = Group(group, {"layers": list(layers), **self._plan(group, number)})
             self.under_way.append(opened)
             self.open |= {str(shard.part.resolve()): shard for shard in group}
             self._send(do="capture", **opened.arguments)
@@ -129,9 +131,9 @@ class VllmEngine:
         if group:
             yield group
 
-    def _plan(self, group: list[OpenShard], name: str) -> dict[str, Any]:
+    def _plan(self, group: list[OpenShard], number: int) -> dict[str, Any]:
         """Tells the worker which rows there are and where their states go; returns the arguments of its command."""
-        tokens, plan = self._folder() / f"{name}.safetensors", self._folder() / f"{name}.json"
+        tokens, plan = self._folder() / f"rows-{number}.safetensors", self._folder() / f"rows-{number}.json"
         rows = [row for shard in group for row in shard.tokens]
         save_file({"tokens": torch.cat(rows), "offsets": torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)}, tokens)
         places = [[n, shard.places(row)] for n, shard in enumerate(group) for row in range(len(shard.keys))]
@@ -141,7 +143,9 @@ class VllmEngine:
         }  # fmt: skip
         plan.write_text(json.dumps(values))
         firsts = itertools.accumulate((len(shard.keys) for shard in group), initial=0)
-        prove = [first + len(shard.keys) // 2 for first, shard in zip(firsts, group, strict=False)]
+        prove = [(first + len(shard.keys) // 2, PROOF_TOKENS) for first, shard in zip(firsts, group, strict=False)]
+        if number == 0:
+            prove[0] = (prove[0][0], len(rows[prove[0][0]]))
         return {"plan": str(plan), "tokens": str(tokens), "files": [n for n, shard in enumerate(group) for _ in shard.keys], "prove": prove}
 
     def _filled(self, group: Group) -> Iterator[Filled]:

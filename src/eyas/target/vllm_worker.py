@@ -165,7 +165,7 @@ class Recorder:
         slot = self.slots.get()
         # Layer by layer: the float32 of all at once would be gigabytes of a memory that vLLM has filled.
         codes = [encode(state.unsqueeze(1), group.dtype) for state in states]
-        finite = torch.stack([state.isfinite().all(-1) for state in states]).all(0)
+        finite = torch.stack([_finite(state) for state in states]).all(0)
         taken = {"about": torch.stack([ids.long(), positions.long(), finite.long()], dim=1)}
         taken["squares"] = torch.cat([squares(state.unsqueeze(1), *code) for state, code in zip(states, codes, strict=True)])
         # Two tensors, because a row's aux and its last stand in two places.
@@ -239,6 +239,12 @@ class Recorder:
             raise RuntimeError(self.fault)
 
 
+def _finite(state: torch.Tensor) -> torch.Tensor:
+    """[n, D] -> bool [n], in one pass over the state: NaN is its own least and largest number."""
+    least, largest = state.aminmax(dim=-1)
+    return least.isfinite() & largest.isfinite()
+
+
 def read_rows(path: str) -> list[np.ndarray]:
     """Rows of token ids, int64 [T] each, from a safetensors file with tokens and offsets."""
     tensors = load_file(path)
@@ -252,15 +258,13 @@ def _write(handle: int, parts: list[tuple[memoryview, int]]) -> None:
             data, offset = data[written:], offset + written
 
 
-def spread(files: list[int], first: list[int]) -> list[int]:
-    """The order in which rows are asked for. files: that of each row, ascending. The rows `first` come first; the others in turns from WRITERS files,
-    so that the rows of one forward are written by several threads."""
+def spread(files: list[int]) -> list[int]:
+    """The order in which rows are asked for: in turns from WRITERS files, so that the rows of one forward are written by several threads. files: that of
+    each row, ascending."""
     rows: dict[int, list[int]] = defaultdict(list)
-    taken = set(first)
     for row, file in enumerate(files):
-        if row not in taken:
-            rows[file].append(row)
-    order, numbers = list(first), sorted(rows)
+        rows[file].append(row)
+    order, numbers = [], sorted(rows)
     for start in range(0, len(numbers), WRITERS):
         turns = itertools.zip_longest(*(rows[number] for number in numbers[start : start + WRITERS]))
         order += [row for turn in turns for row in turn if row is not None]
@@ -364,9 +368,9 @@ class Server:
         self.job = job
         self.tapped: list[int] | None = None
 
-    def capture(self, plan: str, tokens: str, files: list[int], layers: list[int], prove: list[int]) -> dict[str, Any]:
-        """Has the target read the plan's rows, whose states are written meanwhile and a little after. files: the file of each row. prove: rows whose
-        log-probabilities are asked for along the way. Returns {"seconds", "log_probabilities": {row: [T - 1]}}."""
+    def capture(self, plan: str, tokens: str, files: list[int], layers: list[int], prove: list[tuple[int, int]]) -> dict[str, Any]:
+        """Has the target read the plan's rows, whose states are written meanwhile and a little after. files: the file of each row. prove: (row, P): the
+        log-probabilities of its first P tokens are asked for by a request of their own. Returns {"seconds", "log_probabilities": {row: [P - 1]}}."""
         start = time.monotonic()
         if self.tapped is None:
             job = self.job
@@ -376,11 +380,10 @@ class Server:
         rows = read_rows(tokens)
         self.llm.collective_rpc("eyas_want", args=(plan,))
         # Those to prove first, because vLLM waits for the device after each forward with such a row: so they share a few.
-        order = spread(files, prove)
-        found = self._prefill([rows[row] for row in order], len(prove))
-        return {"seconds": time.monotonic() - start, "log_probabilities": dict(zip(prove, found, strict=True))}
+        found = self._prefill([rows[row][:count] for row, count in prove] + [rows[row] for row in spread(files)], len(prove))
+        return {"seconds": time.monotonic() - start, "log_probabilities": {row: values for (row, _), values in zip(prove, found, strict=True)}}
 
-    def settle(self, plan: str, tokens: str, files: list[int], layers: list[int], prove: list[int]) -> list[int]:
+    def settle(self, plan: str, tokens: str, files: list[int], layers: list[int], prove: list[tuple[int, int]]) -> list[int]:
         """Waits until what came of the plan's rows is written, and asks for the others, one alone; returns those that still have not come."""
         if self.tapped is None or self._missing(plan) is None:  # a new process, or all is well by now and only asked once more
             self.capture(plan, tokens, files, layers, [])
