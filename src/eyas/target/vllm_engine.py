@@ -38,8 +38,9 @@ from eyas.target.worker_process import Failed, Lost, WorkerProcess
 Mode = Literal["capture", "generate"]
 # The worker's own small copy of Eyas: its other modules, and whatever is installed beside them, must not shadow the vLLM environment's packages.
 WORKER_FILES = ("__init__.py", "errors.py", "features/__init__.py", "features/codec.py", "target/__init__.py", "target/tap.py", "target/vllm_worker.py")
-# One command holds the rows of about so many seconds: enough that the gap between two commands does not show. It is also what a crash can lose.
-GROUP_SECONDS = 20.0
+# One command holds the rows of about so many seconds: enough that the gap between two commands does not show. It is also what a crash can lose. It gets there
+# by GROWTH a command, because the files of the next are laid out while the target reads: all at once, it would wait for them.
+GROUP_SECONDS, GROWTH = 20.0, 4
 # Of a shard's proof: log-probabilities of a whole row cost vLLM the head at every token and a wait for the device. The first shard's row is proved whole.
 PROOF_TOKENS = 128
 SETTLE_SECONDS = 5.0  # after its rows were read, in which a command's last states should be written
@@ -70,7 +71,7 @@ class VllmEngine:
 
     def __init__(self, spec: TargetSpec, section: TargetSection, dtype: torch.dtype, max_length: int, log: Path, say: Callable[[str], None] = print) -> None:
         self.spec, self.section, self.dtype, self.max_length, self.log, self.say = spec, section, dtype, max_length, log, say
-        self.group_tokens = 4 * section.max_batched_tokens
+        self.group_tokens = 0
         self.process: WorkerProcess | None = None
         self.mode: Mode = "capture"
         self.folder: Path | None = None
@@ -108,6 +109,7 @@ class VllmEngine:
     ) -> Iterator[Filled]:
         """Two groups of shards are under way at once: while the target runs on one, the last states of the other are written, and the caller seals it."""
         self._enter("capture")
+        self.group_tokens = 4 * self.section.max_batched_tokens
         self.tell_advance, self.tell_written = advance, written
         for kept in (self.under_way, self.open, self.settled, self.counted):
             kept.clear()
@@ -152,7 +154,7 @@ class VllmEngine:
         if group.reply is None:
             group.reply = self._receive("capturing")
         total = sum(shard.starts[-1] for shard in group.shards)
-        self.group_tokens = max(4 * self.section.max_batched_tokens, int(GROUP_SECONDS * total / group.reply["seconds"]))
+        self.group_tokens = max(self.group_tokens, min(GROWTH * total, int(GROUP_SECONDS * total / group.reply["seconds"])))
         files = [str(shard.part.resolve()) for shard in group.shards]
         end = time.monotonic() + SETTLE_SECONDS
         while not self._all_written(files) and time.monotonic() < end:
