@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import random
 import time
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from eyas.features.codec import FLOAT8, encode, squares
 from eyas.features.index import enter
 from eyas.features.shard import FeatureRow, OpenShard, finish, open_shard
-from eyas.target.vllm_worker import WRITERS, Group, Piece, Recognizer, Recorder, Tap, spread
+from eyas.target import vllm_worker
+from eyas.target.vllm_worker import WRITERS, Group, Piece, Recognizer, Recorder, Server, Tap, spread
 
 
 def state_of(tokens: list[int], position: int) -> int:
@@ -133,7 +137,7 @@ def record(
         if spoil and spoil[0] in some:
             states[sum(len(rows[row]) for row in some[: some.index(spoil[0])]) + spoil[1], 1] = float("nan")
         layers = [states.clone(), states + 0.25, states + 0.5]
-        recorder.put(group, ids, positions, layers)
+        recorder.put([group], ids, positions, layers)
         for tensor in (ids, positions, *layers):
             tensor.zero_()  # an engine uses its buffers again at once
     recorder.settle()
@@ -198,7 +202,7 @@ def test_the_recorder_tells_what_could_not_be_written(tmp_path: Path) -> None:
     group.handles = [os.open(shard.part, os.O_RDONLY)]  # as a disk that takes nothing
     recorder = Recorder(torch.device("cpu"), 8)
     for _ in range(10):  # more than may wait: nobody waits for ever
-        recorder.put(group, torch.tensor([1, 2]), torch.tensor([0, 1]), [torch.ones(2, 3)] * 3)
+        recorder.put([group], torch.tensor([1, 2]), torch.tensor([0, 1]), [torch.ones(2, 3)] * 3)
     with pytest.raises(RuntimeError, match="Bad file descriptor"):
         recorder.settle()
     group.close()
@@ -216,7 +220,7 @@ def test_the_next_row_alone_does_not_take_the_place_of_one_whose_last_chunk_wait
         tap.eyas_ask_alone("plan", index)
         for start in range(0, len(row), 2):
             tokens = torch.tensor(row[start : start + 2])
-            recorder.put(group, tokens, torch.arange(start, start + len(tokens)), [torch.ones(len(tokens), 3)] * 3)
+            recorder.put([group], tokens, torch.arange(start, start + len(tokens)), [torch.ones(len(tokens), 3)] * 3)
     assert tap.eyas_missing("plan") == []
     group.close()
 
@@ -234,3 +238,49 @@ def test_rows_are_asked_for_each_once_and_in_turns_from_several_files(seed: int)
         if start and asked[start - 1] == file:
             window = sorted(set(asked)).index(file) // WRITERS
             assert not any(left[other] for other in sorted(set(asked))[window * WRITERS : (window + 1) * WRITERS] if other != file)
+
+
+class OneRowAStep:
+    """Stands for vLLM's LLM where only the order of commands matters: each step it reads one row."""
+
+    def __init__(self, happened: list[str]) -> None:
+        self.happened = happened
+        self.waiting: list[tuple[list[int], int]] = []
+        self.llm_engine = self
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[None]:
+        return [None]
+
+    def enqueue(self, prompts: list[dict[str, list[int]]], sampling_params: list[int], use_tqdm: bool) -> None:
+        self.happened.append(f"{len(prompts)} given")
+        self.waiting += [(prompt["prompt_token_ids"], prove) for prompt, prove in zip(prompts, sampling_params, strict=True)]
+
+    def step(self) -> list[SimpleNamespace]:
+        row, prove = self.waiting.pop(0)
+        self.happened.append(f"read {row}")
+        entries = [None, *({token: SimpleNamespace(logprob=-float(token))} for token in row[1:])]
+        return [SimpleNamespace(finished=True, prompt_token_ids=row, prompt_logprobs=entries if prove else None)]
+
+
+def test_rows_of_the_next_command_are_given_before_those_of_the_first_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_worker, "_requests", lambda rows, num: ([{"prompt_token_ids": row.tolist()} for row in rows], [n < num for n in range(len(rows))]))
+    happened: list[str] = []
+    server = Server.__new__(Server)
+    server.llm, server.tapped, server.reading, server.ended = OneRowAStep(happened), [1], deque(), 0.0
+    monkeypatch.setattr(server, "generate", lambda: happened.append("nothing is read"))
+    commands: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+    # The same row twice, once to be proved whole; and a row of the second command that is one of the first.
+    for number, (rows, prove) in enumerate([([[1, 2], [3, 4, 5], [1, 2]], [(0, 2), (1, 2)]), ([[6], [3, 4, 5]], [(1, 3)])]):
+        path = tmp_path / f"{number}.safetensors"
+        offsets = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)
+        save_file({"tokens": torch.tensor([token for row in rows for token in row], dtype=torch.int32), "offsets": offsets}, path)
+        commands.put({"do": "capture", "plan": "", "tokens": str(path), "files": [0] * len(rows), "layers": [1], "prove": prove})
+    commands.put({"do": "generate"})
+    commands.put(None)
+    answers: list[Any] = []
+    server.serve(commands, answers.append)
+    assert happened == [
+        "5 given", "3 given", "read [1, 2]", "read [3, 4]", "read [1, 2]", "read [3, 4, 5]", "read [1, 2]", "read [3, 4, 5]", "read [6]", "read [3, 4, 5]",
+        "nothing is read",
+    ]  # fmt: skip
+    assert [answer and answer["log_probabilities"] for answer in answers] == [{0: [-2.0], 1: [-4.0]}, {1: [-4.0, -5.0]}, None]

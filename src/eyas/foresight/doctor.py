@@ -36,7 +36,9 @@ SMALL_SHM = 1 << 30  # of /dev/shm, through which vLLM's processes speak; contai
 # What Eyas calls of vLLM, with the arguments it gives, and for which stage. Printed by the engine's own Python, which may be another than ours.
 ENTRY_POINTS: dict[str, tuple[list[str], str]] = {
     "vllm:LLM.generate": (["prompts", "sampling_params", "use_tqdm"], "prepare, extract"),
+    "vllm:LLM.enqueue": (["prompts", "sampling_params", "use_tqdm"], "extract"),
     "vllm:LLM.collective_rpc": (["method", "args"], "extract"),
+    "vllm:LLMEngine.step": ([], "extract"),
     "vllm:SamplingParams": (["max_tokens", "temperature", "top_p", "stop_token_ids", "detokenize", "prompt_logprobs"], "prepare, extract"),
     "vllm.engine.arg_utils:EngineArgs": (
         [

@@ -42,7 +42,7 @@ WORKER_FILES = ("__init__.py", "errors.py", "features/__init__.py", "features/co
 # by GROWTH a command, because the files of the next are laid out while the target reads: all at once, it would wait for them.
 GROUP_SECONDS, GROWTH = 20.0, 4
 # Of a shard's proof: log-probabilities of a whole row cost vLLM the head at every token and a wait for the device. The first shard's row is proved whole.
-PROOF_TOKENS = 128
+PROOF_TOKENS = 64
 SETTLE_SECONDS = 5.0  # after its rows were read, in which a command's last states should be written
 LOAD_MINUTES = 30.0  # of silence while loading that count as a hang: a slow disk may keep it waiting
 LOSSES = 2  # in a row, without an answer between, after which the engine is not started again

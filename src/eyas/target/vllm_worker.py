@@ -1,14 +1,15 @@
 """Runs in a process of its own, with the Python of a vLLM environment: loads the target once, then answers commands.
 
 Of Eyas it needs only this file, tap.py, errors.py and features/codec.py; else vllm, torch, safetensors, numpy. Of vLLM it uses only what is public:
-`LLM(...)`, `generate`, `worker_extension_cls`, `collective_rpc` by method name with plain values, and the worker's `get_model()`.
+`LLM(...)`, `generate`, `enqueue`, the engine's `step`, `worker_extension_cls`, `collective_rpc` by method name with plain values, and the worker's
+`get_model()`.
 
     python -m eyas.target.vllm_worker JOB.json FD
 
 JOB holds {"engine": arguments of LLM, "num_layers", "max_tokens" of one forward, "beat": a file that each forward touches, "written": a file that gets a
 JSON line for each shard whose states are all written, "parent": the process that started this one}. Commands come as JSON lines on stdin, replies go as
-JSON lines to the file descriptor FD, because vLLM prints to the other two. States never pass through here: the process that holds the model writes them
-straight to their places in shard files that Eyas has laid out.
+JSON lines to the file descriptor FD, in the order of the commands, because vLLM prints to the other two. States never pass through here: the process that
+holds the model writes them straight to their places in shard files that Eyas has laid out.
 
 Legend: T tokens of a row, A aux layers, D hidden width, n tokens of one forward.
 """
@@ -26,8 +27,9 @@ import sys
 import threading
 import time
 import traceback
-from collections import defaultdict
-from dataclasses import dataclass
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -152,7 +154,7 @@ class Recorder:
         self.slots: queue.SimpleQueue[dict[str, torch.Tensor]] = queue.SimpleQueue()
         for _ in range(SLOTS):
             self.slots.put({})  # host buffers by name, made at first use and then kept: pinning memory takes long
-        self.forwards: queue.SimpleQueue[tuple[Group, dict[str, torch.Tensor], dict[str, torch.Tensor], Any]] = queue.SimpleQueue()
+        self.forwards: queue.SimpleQueue[tuple[Sequence[Group], dict[str, torch.Tensor], dict[str, torch.Tensor], Any]] = queue.SimpleQueue()
         self.writers = concurrent.futures.ThreadPoolExecutor(WRITERS)
         self.idle = threading.Condition()
         self.waiting = 0  # forwards not written yet
@@ -160,11 +162,12 @@ class Recorder:
         self.fault = ""  # what went wrong in a thread; told at the next question
         threading.Thread(target=self._recognise, daemon=True).start()
 
-    def put(self, group: Group, ids: torch.Tensor, positions: torch.Tensor, states: list[torch.Tensor]) -> None:
-        """ids, positions int [n]; states: a [n, D] tensor a layer, `last` at the end. All may be overwritten afterwards."""
+    def put(self, groups: Sequence[Group], ids: torch.Tensor, positions: torch.Tensor, states: list[torch.Tensor]) -> None:
+        """groups: whose rows may be in the forward, all stored in one dtype. ids, positions int [n]; states: a [n, D] tensor a layer, `last` at the end. All
+        tensors may be overwritten afterwards."""
         slot = self.slots.get()
         # Layer by layer: the float32 of all at once would be gigabytes of a memory that vLLM has filled.
-        codes = [encode(state.unsqueeze(1), group.dtype) for state in states]
+        codes = [encode(state.unsqueeze(1), groups[0].dtype) for state in states]
         finite = torch.stack([_finite(state) for state in states]).all(0)
         taken = {"about": torch.stack([ids.long(), positions.long(), finite.long()], dim=1)}
         taken["squares"] = torch.cat([squares(state.unsqueeze(1), *code) for state, code in zip(states, codes, strict=True)])
@@ -182,7 +185,7 @@ class Recorder:
                 copied.record()
         with self.idle:
             self.waiting += 1
-        self.forwards.put((group, slot, taken, copied))
+        self.forwards.put((groups, slot, taken, copied))
 
     def _to_host(self, slot: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> torch.Tensor:
         assert self.stream is not None
@@ -196,11 +199,11 @@ class Recorder:
 
     def _recognise(self) -> None:
         while True:
-            group, slot, taken, copied = self.forwards.get()
+            groups, slot, taken, copied = self.forwards.get()
             try:
                 if copied is not None:
                     copied.synchronize()
-                self._write_out(group, taken)
+                self._write_out(groups, taken)
             except Exception as error:
                 self.fault = self.fault or f"{type(error).__name__}: {error}"
             finally:
@@ -209,25 +212,25 @@ class Recorder:
                     self.waiting -= 1
                     self.idle.notify_all()
 
-    def _write_out(self, group: Group, taken: dict[str, torch.Tensor]) -> None:
+    def _write_out(self, groups: Sequence[Group], taken: dict[str, torch.Tensor]) -> None:
         ids, positions, finite = taken["about"].numpy().T
-        pieces = group.recognizer.give(ids, positions)
-        if pieces:  # not of what an engine runs to warm up, or anew after a row was lost
+        came = [(group, piece) for group in groups for piece in group.recognizer.give(ids, positions)]
+        if came:  # not of what an engine runs to warm up, or anew after a row was lost
             more = taken["squares"].numpy().astype(np.float64)
             self.squares = self.squares + more if len(self.squares) else more
-        writes: dict[int, list[tuple[memoryview, int]]] = defaultdict(list)  # file -> (data, byte in it)
-        for piece in pieces:
+        writes: dict[int, list[tuple[memoryview, int]]] = defaultdict(list)  # open file -> (data, byte in it)
+        for group, piece in came:
             file, offsets = group.places[piece.row]
             if not finite[piece.source : piece.source + piece.count].all():
                 group.not_finite[file].append(piece.row)
             for name, offset in offsets.items():
                 states = taken[name][piece.source : piece.source + piece.count]
                 data = memoryview(states.flatten().view(torch.uint8).numpy().data)
-                writes[file].append((data, offset + piece.start * len(data) // piece.count))
+                writes[group.handles[file]].append((data, offset + piece.start * len(data) // piece.count))
         # A thread a file: a file system lets one writer at a time into a file.
-        for done in [self.writers.submit(_write, group.handles[file], parts) for file, parts in writes.items()]:
+        for done in [self.writers.submit(_write, handle, parts) for handle, parts in writes.items()]:
             done.result()
-        for piece in pieces:
+        for group, piece in came:
             if piece.start + piece.count == len(group.rows[piece.row]):
                 group.came(piece.row, self.squares)
 
@@ -279,14 +282,14 @@ class Tap:
     eyas_ids: torch.Tensor | None  # what the embedding was last called with
     eyas_recorder: Recorder | None  # on the rank that writes
     eyas_groups: dict[str, Group]  # by plan; those whose rows have not all come
-    eyas_group: Group | None  # whose rows are in the engine
+    eyas_active: tuple[Group, ...]  # whose rows may be in the engine
 
     def eyas_install(self, num_layers: int, layers: list[int], max_tokens: int, beat: str, written: str) -> None:
         """Hooks the decoder layers, the embedding and the whole model; each forward then goes to the recorder, if rows are wanted."""
         model = self.get_model()  # type: ignore[attr-defined]
         self.eyas_layers, self.eyas_now, self.eyas_beat, self.eyas_written = layers, {}, beat, written
-        self.eyas_ids = self.eyas_recorder = self.eyas_group = None
-        self.eyas_groups = {}
+        self.eyas_ids = self.eyas_recorder = None
+        self.eyas_groups, self.eyas_active = {}, ()
         decoder = find_decoder_layers(model, num_layers)
         if not self._eyas_writes():
             return
@@ -324,23 +327,24 @@ class Tap:
     def _eyas_end(self, module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
         os.utime(self.eyas_beat)
         now, self.eyas_now = self.eyas_now, {}
-        if self.eyas_group is None or len(now) < len(set(self.eyas_layers)):
+        if not self.eyas_active or len(now) < len(set(self.eyas_layers)):
             return
         ids, positions = keywords.get("input_ids"), keywords["positions"]
         ids = self.eyas_ids if ids is None else ids
         assert ids is not None and self.eyas_recorder is not None
         positions = positions[0] if positions.dim() > 1 else positions  # one row for each axis of a multimodal rope
         num = min(len(ids), len(positions))
-        self.eyas_recorder.put(self.eyas_group, ids[:num], positions[:num], [now[k][:num] for k in self.eyas_layers])
+        self.eyas_recorder.put(self.eyas_active, ids[:num], positions[:num], [now[k][:num] for k in self.eyas_layers])
 
     def eyas_want(self, plan: str) -> None:
-        """From now on the rows of the plan are in the engine."""
+        """From now on the rows of the plan are in the engine, too."""
         if self.eyas_recorder is not None:
             for name, group in list(self.eyas_groups.items()):
                 if name == plan or not any(group.waiting):
                     group.close()
                     del self.eyas_groups[name]
-            self.eyas_group = self.eyas_groups[plan] = Group(plan, self.eyas_written)
+            wanted = self.eyas_groups[plan] = Group(plan, self.eyas_written)
+            self.eyas_active = (*(group for group in self.eyas_active if group.handles), wanted)
 
     def eyas_missing(self, plan: str) -> list[int] | None:
         """The numbers of the plan's rows that have not come; None if it was never wanted, or does not wait any more, and from ranks that do not write.
@@ -356,8 +360,31 @@ class Tap:
         """From now on only this row is in the engine."""
         if self.eyas_recorder is not None:
             self.eyas_recorder.settle()  # forwards that hold the last chunks of the row before it may still wait to be recognised
-            self.eyas_group = self.eyas_groups[plan]
-            self.eyas_group.recognizer.ask_alone(index)
+            self.eyas_active = (self.eyas_groups[plan],)
+            self.eyas_groups[plan].recognizer.ask_alone(index)
+
+
+Asked = tuple[bytes, bool]  # a request: its tokens, and whether their log-probabilities are wanted
+
+
+@dataclass
+class Reading:
+    """The rows of one command while the target reads them. proofs: (row, request) of those whose log-probabilities were asked for."""
+
+    began: float
+    left: Counter[Asked]
+    proofs: list[tuple[int, Asked]]
+    log_probabilities: dict[int, list[float]] = field(default_factory=dict)
+
+    def take(self, asked: Asked, output: Any) -> None:
+        self.left[asked] -= 1
+        if asked[1]:
+            row = next(row for row, request in self.proofs if request == asked and row not in self.log_probabilities)
+            self.log_probabilities[row] = _log_probabilities(output)
+
+    @property
+    def done(self) -> bool:
+        return not any(self.left.values())
 
 
 class Server:
@@ -367,11 +394,30 @@ class Server:
         self.llm = LLM(**job["engine"], worker_extension_cls="eyas.target.vllm_worker.Tap")
         self.job = job
         self.tapped: list[int] | None = None
+        self.reading: deque[Reading] = deque()
+        self.ended = 0.0  # when the last reading was done
 
-    def capture(self, plan: str, tokens: str, files: list[int], layers: list[int], prove: list[tuple[int, int]]) -> dict[str, Any]:
-        """Has the target read the plan's rows, whose states are written meanwhile and a little after. files: the file of each row. prove: (row, P): the
-        log-probabilities of its first P tokens are asked for by a request of their own. Returns {"seconds", "log_probabilities": {row: [P - 1]}}."""
-        start = time.monotonic()
+    def serve(self, commands: queue.SimpleQueue[dict[str, Any] | None], reply: Callable[[Any], None]) -> None:
+        """Until None comes. The rows of a capture are given to the target while it reads those of the one before: between the two the device does not wait.
+        All else waits until nothing is read."""
+        while True:
+            while self.reading and commands.empty():
+                self._step(reply)
+            command = commands.get()
+            if command is None:
+                return
+            what = command.pop("do")
+            if what == "capture":
+                self._begin(**command)
+                continue
+            while self.reading:
+                self._step(reply)
+            reply(getattr(self, what)(**command))
+
+    def _begin(self, plan: str, tokens: str, files: list[int], layers: list[int], prove: list[tuple[int, int]]) -> None:
+        """Gives the plan's rows to the target, whose states are written as they come and a little after. files: the file of each row. prove: (row, P): the
+        log-probabilities of its first P tokens are asked for by a request of their own."""
+        began = time.monotonic()
         if self.tapped is None:
             job = self.job
             self.llm.collective_rpc("eyas_install", args=(job["num_layers"], layers, job["max_tokens"], job["beat"], job["written"]))
@@ -380,30 +426,36 @@ class Server:
         rows = read_rows(tokens)
         self.llm.collective_rpc("eyas_want", args=(plan,))
         # Those to prove first, because vLLM waits for the device after each forward with such a row: so they share a few.
-        found = self._prefill([rows[row][:count] for row, count in prove] + [rows[row] for row in spread(files)], len(prove))
-        return {"seconds": time.monotonic() - start, "log_probabilities": {row: values for (row, _), values in zip(prove, found, strict=True)}}
+        asked = [rows[row][:count] for row, count in prove] + [rows[row] for row in spread(files)]
+        self.llm.enqueue(*_requests(asked, len(prove)), use_tqdm=False)
+        keys = [(row.tobytes(), number < len(prove)) for number, row in enumerate(asked)]
+        self.reading.append(Reading(began, Counter(keys), [(row, key) for (row, _), key in zip(prove, keys, strict=False)]))
+
+    def _step(self, reply: Callable[[Any], None]) -> None:
+        """Lets the target go on, and answers each capture whose rows are all read with {"seconds", "log_probabilities": {row: [P - 1]}}."""
+        for output in self.llm.llm_engine.step():
+            if output.finished:
+                asked = np.array(output.prompt_token_ids, dtype=np.int64).tobytes(), output.prompt_logprobs is not None
+                next(reading for reading in self.reading if reading.left[asked]).take(asked, output)
+        while self.reading and self.reading[0].done:
+            reading, now = self.reading.popleft(), time.monotonic()
+            reply({"seconds": now - max(reading.began, self.ended), "log_probabilities": reading.log_probabilities})
+            self.ended = now
 
     def settle(self, plan: str, tokens: str, files: list[int], layers: list[int], prove: list[tuple[int, int]]) -> list[int]:
         """Waits until what came of the plan's rows is written, and asks for the others, one alone; returns those that still have not come."""
         if self.tapped is None or self._missing(plan) is None:  # a new process, or all is well by now and only asked once more
-            self.capture(plan, tokens, files, layers, [])
+            self._begin(plan, tokens, files, layers, [])
+            while self.reading:
+                self._step(lambda seconds: None)
         rows = read_rows(tokens)
         for index in self._missing(plan) or []:
             self.llm.collective_rpc("eyas_ask_alone", args=(plan, index))
-            self._prefill([rows[index]], 0)
+            self.llm.generate(*_requests([rows[index]], 0), use_tqdm=False)
         return self._missing(plan) or []
 
     def _missing(self, plan: str) -> list[int] | None:
         return next((reply for reply in self.llm.collective_rpc("eyas_missing", args=(plan,)) if reply is not None), None)
-
-    def _prefill(self, rows: list[np.ndarray], num_prove: int) -> list[list[float]]:
-        """Has the target read the rows; returns the log-probabilities of the tokens but the first of the first `num_prove` rows."""
-        from vllm import SamplingParams
-
-        params = [SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=0 if n < num_prove else None) for n in range(len(rows))]
-        outputs = self.llm.generate([{"prompt_token_ids": row.tolist()} for row in rows], params, use_tqdm=False)
-        assert len(outputs) == len(rows)
-        return [_log_probabilities(outputs[n], rows[n].tolist()) for n in range(num_prove)]
 
     def generate(self, prompts: list[list[int]], sampling: dict[str, Any]) -> list[dict[str, Any]]:
         from vllm import SamplingParams
@@ -412,11 +464,26 @@ class Server:
         return [{"tokens": list(output.outputs[0].token_ids), "finish": output.outputs[0].finish_reason} for output in outputs]
 
     def log_probabilities(self, row: list[int]) -> list[float]:
-        return self._prefill([np.array(row)], 1)[0]
+        return _log_probabilities(self.llm.generate(*_requests([np.array(row)], 1), use_tqdm=False)[0])
 
 
-def _log_probabilities(output: Any, row: list[int]) -> list[float]:
-    return [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], row[1:], strict=True)]
+def _requests(rows: list[np.ndarray], num_prove: int) -> tuple[list[Any], list[Any]]:
+    """Prompts and settings with which vLLM reads the rows, and gives the log-probabilities of the tokens of the first `num_prove`."""
+    from vllm import SamplingParams
+
+    params = [SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=0 if n < num_prove else None) for n in range(len(rows))]
+    return [{"prompt_token_ids": row.tolist()} for row in rows], params
+
+
+def _log_probabilities(output: Any) -> list[float]:
+    """Of the prompt's tokens but the first."""
+    return [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)]
+
+
+def _read_commands(commands: queue.SimpleQueue[dict[str, Any] | None]) -> None:
+    for line in sys.stdin:
+        commands.put(json.loads(line))
+    commands.put(None)
 
 
 def _end_with_parent(parent: int) -> None:
@@ -437,10 +504,13 @@ def main() -> None:
 
             server = Server(job)
             replies.write(json.dumps({"ok": {"vllm": vllm.__version__, "pid": os.getpid()}}) + "\n")
-            for line in sys.stdin:
-                command = json.loads(line)
-                result = getattr(server, command.pop("do"))(**command)
+            commands: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+            threading.Thread(target=_read_commands, args=(commands,), daemon=True).start()
+
+            def reply(result: Any) -> None:
                 replies.write(json.dumps({"ok": result}) + "\n")
+
+            server.serve(commands, reply)
         except Exception as error:
             kind = type(error).__name__
             replies.write(json.dumps({"error": f"{kind}: {error}", "kind": kind, "trace": traceback.format_exc()}) + "\n")
