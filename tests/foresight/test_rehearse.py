@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import transformers
 from conftest import ROOT, VLLM_PYTHON, Outcome, make_tiny_target, write_run
 from safetensors.torch import load_file, save_file
 
-from eyas.foresight.cut import cut_target, made_up
+from eyas.foresight.cut import DTYPES, _pattern, _write_file, cut_target, made_up
 from eyas.foresight.hardware import Hardware
 from eyas.target.spec import read_header, read_spec
 
@@ -124,10 +125,24 @@ def test_a_quantisation_whose_names_cannot_be_known_is_refused(tmp_path: Path) -
     ],
 )
 def test_made_up_values_have_an_ordinary_size(name: str, dtype: torch.dtype, shape: list[int], low: float, high: float) -> None:
-    values = made_up(name, dtype, shape, NOISE, {})
-    assert values.dtype == dtype and list(values.shape) == shape
+    values = made_up(name, {name: (dtype, shape)}, partial(_pattern, NOISE))
+    assert values.dtype == dtype
     size = float(values.double().square().mean().sqrt())
     assert low - 1e-3 <= size <= high + 1e-3, size
+
+
+def test_tensors_of_all_types_and_sizes_are_written_as_a_library_reads_them(tmp_path: Path) -> None:
+    """Also smaller and larger than the values that they are filled with, and of odd sizes."""
+    sizes: list[list[int]] = [[], [3], [5, 7], [100, 11], [0, 4]]
+    shapes = {f"{name}-{number}": (dtype, shape) for name, dtype in DTYPES.items() for number, shape in enumerate(sizes)}
+    values = {dtype: (torch.arange(1, 66) % 2 == 0).to(dtype) if dtype == torch.bool else torch.arange(1, 66).to(dtype) for dtype in DTYPES.values()}
+    size = _write_file(tmp_path / "model.safetensors", shapes, lambda name: values[shapes[name][0]])
+    found = load_file(tmp_path / "model.safetensors")
+    assert size == sum(tensor.nbytes for tensor in found.values()) and found.keys() == shapes.keys()
+    for name, (dtype, shape) in shapes.items():
+        assert found[name].dtype == dtype and list(found[name].shape) == shape
+        count = found[name].numel()
+        assert torch.equal(found[name].flatten().double(), values[dtype].double().repeat(20)[:count])
 
 
 def test_a_cut_target_gives_numbers_of_an_ordinary_size(tmp_path: Path) -> None:

@@ -38,9 +38,9 @@ from eyas.target.worker_process import Failed, Lost, WorkerProcess
 Mode = Literal["capture", "generate"]
 # The worker's own small copy of Eyas: its other modules, and whatever is installed beside them, must not shadow the vLLM environment's packages.
 WORKER_FILES = ("__init__.py", "errors.py", "features/__init__.py", "features/codec.py", "target/__init__.py", "target/tap.py", "target/vllm_worker.py")
-# One command holds the rows of about so many seconds: enough that the gap between two commands does not show. It is also what a crash can lose. It gets there
-# by GROWTH a command, because the files of the next are laid out while the target reads: all at once, it would wait for them.
-GROUP_SECONDS, GROWTH = 20.0, 4
+# One command holds the rows of about so many seconds; it is what a crash can lose. Commands get there by GROWTH each, because the files of the next are laid
+# out while the target reads: a file system in memory takes a fifth of a second for a GB.
+GROUP_SECONDS, GROWTH = 5.0, 2
 # Of a shard's proof: log-probabilities of a whole row cost vLLM the head at every token and a wait for the device. The first shard's row is proved whole.
 PROOF_TOKENS = 64
 SETTLE_SECONDS = 5.0  # after its rows were read, in which a command's last states should be written

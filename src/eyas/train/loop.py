@@ -41,7 +41,7 @@ SHAPE_MULTIPLE = 128  # positions and rows of a batch; fewer shapes are faster, 
 
 
 def loss_chunk(device: torch.device) -> int:
-    """Rows whose logits, of all steps, exist at once: more fill a GPU better, fewer stay in a CPU's cache."""
+    """Rows whose logits, of all steps, exist at once: more fill a GPU better and take more of its memory, fewer stay in a CPU's cache."""
     return 1024 if device.type == "cuda" else 256
 
 
