@@ -38,14 +38,16 @@ def flash_backward(
     starts: torch.Tensor, longest: int, seed: torch.Tensor, unused: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """-> gradients of q, k, v, the same bits each time: left to itself, the kernel adds parts of q's in whatever order they come."""
-    before = torch.are_deterministic_algorithms_enabled()
+    before, filled = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # the kernel writes all of it
     try:
         q, k, v = torch.ops.aten._flash_attention_backward(
             grad_THd, q_THd, k_TGd, v_TGd, out_THd, lse_HT, starts, starts, longest, longest, 0.0, True, seed, unused
         )
     finally:
         torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
     return q, k, v
 
 

@@ -134,14 +134,14 @@ class _GatedMLP(torch.autograd.Function):
         (grad_RD,) = grads
         stream_RD, gate_RI, up_RI, norm_weight, gate_ID, up_ID, down_DI = ctx.saved_tensors
         gate_weight, up_weight, down_weight = ctx.weights
+        # The most memory that a training step holds is held here, so what was kept is overwritten: nobody reads it again.
         grad_up_RI = grad_RD @ down_DI  # for now that of gate's and up's product
-        inner_RI, grad_gate_RI = gated_backward(gate_RI, up_RI, grad_up_RI)
+        gated_backward(gate_RI, up_RI, grad_up_RI)
+        grad_gate_RI, inner_RI = gate_RI, up_RI
         add_weight_gradient(down_weight, grad_RD, inner_RI)
-        del inner_RI  # the most memory that a training step holds is held here
         x_RD = rms_norm(stream_RD, norm_weight, ctx.eps)
         add_weight_gradient(gate_weight, grad_gate_RI, x_RD)
         grad_x = grad_gate_RI @ gate_ID
-        del grad_gate_RI
         add_weight_gradient(up_weight, grad_up_RI, x_RD)
         grad_x.addmm_(grad_up_RI, up_ID)
         return *rms_norm_backward(grad_x, stream_RD, norm_weight, ctx.eps, grad_RD), *(None,) * 7
@@ -153,13 +153,14 @@ def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 @fused
-def gated_backward(gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> gated(gate, up) once more, and the gradient of gate. `grad` becomes the gradient of up."""
+def gated_backward(gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor) -> None:
+    """In place of gate comes its gradient, in place of up gated(gate, up) once more, and in place of grad the gradient of up."""
     wide, share, wide_grad = gate.float(), torch.sigmoid(gate.float()), grad.float()
     silu = wide * share
-    inner, grad_gate = silu.to(gate.dtype) * up, (wide_grad * up.float() * share * (1 + wide * (1 - share))).to(gate.dtype)
-    grad.copy_(wide_grad * silu)
-    return inner, grad_gate
+    inner, grad_gate, grad_up = silu.to(gate.dtype) * up, wide_grad * up.float() * share * (1 + wide * (1 - share)), wide_grad * silu
+    gate.copy_(grad_gate)
+    up.copy_(inner)
+    grad.copy_(grad_up)
 
 
 def add_weight_gradient(weight_OI: torch.Tensor, grad_RO: torch.Tensor, x_RJ: torch.Tensor, first: int = 0) -> None:
