@@ -41,6 +41,7 @@ from eyas.train.unroll import unroll
 # hidden, intermediate, query heads, key-value heads, head width, target's vocabulary, draft's vocabulary
 SHAPES = {
     "tiny": (64, 128, 4, 2, 16, 1000, 400),
+    "smollm2-135m": (576, 1536, 9, 3, 64, 49152, 16384),
     "llama-8b": (4096, 14336, 32, 8, 128, 128256, 32000),
     "qwen3-8b": (4096, 12288, 32, 8, 128, 151936, 32000),
     "llama-70b": (8192, 28672, 64, 8, 128, 128256, 32000),

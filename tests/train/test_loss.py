@@ -179,7 +179,7 @@ def step_gradients(rows: list[FeatureRow], split: list[int], draft: Draft) -> tu
         start += size
     (step,) = steps_of(materials, section, [keys])
     sums, norm = optimizer_step(draft, make_optimizer(draft, section, torch.float32), materials, section, step, 0.0)
-    return gradients(draft), sums.rows.tolist(), norm
+    return gradients(draft), sums.rows.tolist(), float(norm)
 
 
 @pytest.mark.parametrize("split", [[4, 4], [1] * 8, [7, 1], [1, 2, 5]])

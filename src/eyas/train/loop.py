@@ -60,6 +60,17 @@ class Materials:
     world: World = ALONE
 
 
+@dataclass(frozen=True)
+class Taken:
+    """A step that the device may still be at."""
+
+    step: int
+    epoch: int
+    share: float
+    sums: LossSums
+    grad_norm: torch.Tensor
+
+
 def train(draft: Draft, materials: Materials, section: TrainSection, seed: int, folder: Path, reporter: Reporter) -> TrainState:
     """Trains to the end of the schedule, from the newest checkpoint in `folder` if there is one."""
     world, lengths = materials.world, materials.reader.lengths
@@ -77,32 +88,46 @@ def train(draft: Draft, materials: Materials, section: TrainSection, seed: int, 
     tokens_of = [sum(lengths[key] for key in step) for step in whole]
     with reporter.task(folder, "train", sum(tokens_of), "tokens") as task, StopAtStep() as stop:
         task.skip(sum(tokens_of[: state.step]))
-        began = time.monotonic()
+        told_at, taken = time.monotonic(), None
         todo = schedule[state.step :]
+
+        def tell(taken: Taken) -> None:
+            nonlocal told_at
+            sums, step = taken.sums.over(world), taken.step
+            loss = float(sum(section.step_weight**k * total for k, total in enumerate(sums.loss.tolist())) / sums.rows[0])
+            if not loss < float("inf"):
+                raise UserError(f"The loss became {loss} at step {step}. Lower train.lr or train.grad_clip; `eyas train` then begins anew.")
+            now = time.monotonic()
+            log.add(
+                step=step, epoch=taken.epoch, lr=section.lr * taken.share, loss=loss, grad_norm=float(taken.grad_norm),
+                losses=per_row(sums.loss, sums.rows), agreement=per_row(sums.agreed, sums.rows), seconds=now - told_at,
+            )  # fmt: skip
+            told_at = now
+            task.advance(tokens_of[step - 1], f"step {step}/{len(schedule)}, loss {loss:.3f}, agreement {sums.agreed[0] / sums.rows[0]:.1%}")
+
         for (epoch, _), step in zip(todo, steps_of(materials, section, [keys for _, keys in todo], whole[state.step :]), strict=True):
             share = rate_share(section, state.step, len(schedule))
             sums, grad_norm = optimizer_step(draft, optimizer, materials, section, step, share)
             state = replace(state, step=state.step + 1)
-            loss = float(sum(section.step_weight**k * total for k, total in enumerate(sums.loss.tolist())) / sums.rows[0])
-            if not loss < float("inf"):
-                raise UserError(f"The loss became {loss} at step {state.step}. Lower train.lr or train.grad_clip; `eyas train` then begins anew.")
-            log.add(
-                step=state.step, epoch=epoch, lr=section.lr * share, loss=loss, grad_norm=grad_norm,
-                losses=per_row(sums.loss, sums.rows), agreement=per_row(sums.agreed, sums.rows), seconds=time.monotonic() - began,
-            )  # fmt: skip
+            if taken:
+                tell(taken)
+            taken = Taken(state.step, epoch, share, sums, grad_norm)
+            due = state.step % section.checkpoint_every == 0 or state.step == len(schedule)
             asked = world.total([stop.asked])[0] > 0  # all stop at the same step
-            task.advance(tokens_of[state.step - 1], f"step {state.step}/{len(schedule)}, loss {loss:.3f}, agreement {sums.agreed[0] / sums.rows[0]:.1%}")
-            if state.step % section.checkpoint_every == 0 or state.step == len(schedule):
+            if due or asked or materials.device.type != "cuda":  # a GPU has its next step before this one is told of
+                tell(taken)
+                taken = None
+            if due:
                 state = measure_and_save(draft, optimizer, materials, section, state, folder, reporter)
                 if turned(state, section):
                     reporter.say(f"train: the acceptance has turned since step {state.best_step}, whose draft is taken")
                     break
+                told_at = time.monotonic()
             elif asked:  # not measured: where it was stopped must not decide which checkpoint is the best
                 save(draft, optimizer, materials, state, folder)
                 reporter.say(f"train: step {state.step} saved")
             if asked:
                 raise KeyboardInterrupt
-            began = time.monotonic()
     return state
 
 
@@ -133,8 +158,9 @@ def per_row(sums: torch.Tensor, rows: torch.Tensor) -> list[float | None]:
     return [total / count if count else None for total, count in zip(sums.tolist(), rows.tolist(), strict=True)]
 
 
-def optimizer_step(draft: Draft, optimizer: Optimizers, materials: Materials, section: TrainSection, step: Step, share: float) -> tuple[LossSums, float]:
-    """One step at `share` of the peak learning rates; returns the loss sums and the norm of the gradient before clipping."""
+def optimizer_step(draft: Draft, optimizer: Optimizers, materials: Materials, section: TrainSection, step: Step, share: float) -> tuple[LossSums, torch.Tensor]:
+    """One step at `share` of the peak learning rates; returns this process's loss sums and the norm of the gradient before clipping, without waiting for the
+    device."""
     optimizer.zero_grad()
     world = materials.world
     (denominator,) = world.total([step.denominator])
@@ -144,7 +170,7 @@ def optimizer_step(draft: Draft, optimizer: Optimizers, materials: Materials, se
     world.add_gradients(draft.parameters())
     grad_norm = torch.nn.utils.clip_grad_norm_(draft.parameters(), section.grad_clip)
     optimizer.step(share)
-    return total.over(world), float(grad_norm)
+    return total, grad_norm
 
 
 def backward(draft: Draft, materials: Materials, batch: Batch, section: TrainSection, denominator: float) -> LossSums:
