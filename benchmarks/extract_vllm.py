@@ -178,6 +178,7 @@ def run_eyas(options: argparse.Namespace, config: dict[str, Any], work: Path, ro
         for filled, checksum, _ in finished(engine, shards, layers, lambda tokens: None, head):
             assert not filled.lost and not filled.not_finite
             size += enter(folder, filled.shard, checksum).bytes
+            filled.shard.path.unlink()  # so that any number of rows fits into memory
         seconds = time.monotonic() - start
         print(f"  (of {seconds:.1f} s the engine read for {reading[0]:.1f} s)")
         reading[0] = 0.0

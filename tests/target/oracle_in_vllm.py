@@ -13,9 +13,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as example
 
@@ -39,6 +41,16 @@ class ConnectorOnCpu(example.ExampleHiddenStatesConnector):
         states = example.extract_from_kv_cache(self._kv_cache, slots, len(pending.token_ids))
         save_file({"hidden_states": states.clone().contiguous(), "token_ids": pending.token_ids.clone()}, pending.filename)
         self._req_copy_events[pending.req_id] = Done()
+
+
+def load_written(path: str) -> dict[str, torch.Tensor]:
+    """On a GPU a thread writes the file, so it may come later."""
+    for _ in range(100):
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError):
+            time.sleep(0.1)
+    return load_file(path)
 
 
 def main() -> None:
@@ -73,7 +85,7 @@ def main() -> None:
     llm.llm_engine.step()  # in one process, a request's file is written at the step after its last
     states = {}
     for index, (row, output) in enumerate(zip(job["rows"], outputs, strict=True)):
-        found = load_file(output.kv_transfer_params["hidden_states_path"])
+        found = load_written(output.kv_transfer_params["hidden_states_path"])
         assert found["token_ids"].tolist()[: len(row)] == row
         states[str(index)] = found["hidden_states"][: len(row)].float().contiguous()
     save_file(states, job["out"])

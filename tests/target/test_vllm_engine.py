@@ -27,7 +27,7 @@ from eyas.pipeline import Run
 from eyas.target.engine import Filled, Sampling, resolve_device
 from eyas.target.spec import TargetSpec, read_spec
 from eyas.target.transformers_engine import TransformersEngine
-from eyas.target.vllm_engine import Row, VllmEngine
+from eyas.target.vllm_engine import PROOF_TOKENS, Row, VllmEngine
 from eyas.target.worker_process import _stat
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -187,6 +187,8 @@ def test_an_engine_lost_in_the_middle_is_started_again_and_no_row_is_lost_or_dou
                     os.kill(pid, signal.SIGSTOP)
     assert [done.shard for done in filled] == shards, "each shard once, in order"
     assert not any(done.lost or done.not_finite for done in filled)
+    proved = [len(done.log_probabilities) + 1 for done in filled]
+    assert proved == [len(shards[0].tokens[filled[0].sample]), *[PROOF_TOKENS] * 14], "a whole row of the first shard, a beginning of the others"
     assert told == sum(shard.starts[-1] for shard in shards), "progress counts each token once"
     for key, states in read().items():
         assert relative_error(states, undisturbed[key]) < VLLM_ERROR
