@@ -154,7 +154,8 @@ class VllmEngine:
         if group.reply is None:
             group.reply = self._receive("capturing")
         total = sum(shard.starts[-1] for shard in group.shards)
-        self.group_tokens = max(self.group_tokens, min(GROWTH * total, int(GROUP_SECONDS * total / group.reply["seconds"])))
+        wanted = int(GROUP_SECONDS * total / max(group.reply["seconds"], 1e-3))
+        self.group_tokens = max(4 * self.section.max_batched_tokens, min(GROWTH * total, wanted))
         files = [str(shard.part.resolve()) for shard in group.shards]
         end = time.monotonic() + SETTLE_SECONDS
         while not self._all_written(files) and time.monotonic() < end:
