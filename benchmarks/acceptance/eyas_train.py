@@ -40,8 +40,9 @@ class Eyas:
         self.device, self.seed = torch.device(options.device), options.seed
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         spec, head, ids = materials.spec, materials.head, materials.ids
-        self.shape = draft_shape(DraftSection(**changes.get("draft", {})), spec, len(ids), materials.shape.aux_layers)
-        self.model = new_draft(self.shape, options.seed, ids, head).to(self.device)
+        draft = DraftSection(**changes.get("draft", {}))
+        self.shape = draft_shape(draft, spec, len(ids), materials.shape.aux_layers)
+        self.model = new_draft(self.shape, options.seed, ids, head if draft.init_head == "target" else None).to(self.device)
         self.optimizer = make_optimizer(self.model, self.section, dtype)
         self.index = {key: index for index, key in enumerate(materials.keys)}
         self.materials = loop.Materials(
