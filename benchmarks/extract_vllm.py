@@ -4,7 +4,8 @@
 
 Shapes have no weight files: vLLM fills in made-up weights. Plain: vLLM as it comes (compiled, chunked prefill), asked to read the rows and write one token.
 Eyas: the engine of `eyas extract`, eager with taps, until the last shard is synced, hashed, proved (the arithmetic of the proof, with a made-up head)
-and entered in the index. Both are timed after a first, uncounted pass over an eighth of the rows. Printed: tokens/s of both, their ratio, GB/s written.
+and entered in the index (and then removed). Both are timed after a first, uncounted pass over an
+eighth of the rows. Printed: tokens/s of both, their ratio, GB/s written.
 """
 
 from __future__ import annotations

@@ -15,14 +15,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from random_store import random_rows, write_store
 from train_step import SHAPES, draft_shape_of
 
 from eyas.config import TrainSection
 from eyas.draft.model import Draft
-from eyas.features.codec import DTYPES, encode
-from eyas.features.index import enter, open_index
+from eyas.features.codec import DTYPES
 from eyas.features.reader import FeatureReader
-from eyas.features.shard import FeatureRow, finish, open_shard
 from eyas.target.embeddings import TargetHead
 from eyas.target.engine import keep_freed_memory, resolve_device
 from eyas.train.feed import Step
@@ -30,8 +29,6 @@ from eyas.train.loop import Materials, optimizer_step, steps_of
 from eyas.train.loss import Teacher
 from eyas.train.optim import make_optimizer
 from eyas.train.sampler import epoch_order, pack
-
-SHARD_ROWS = 16
 
 
 def main() -> None:
@@ -55,7 +52,7 @@ def main() -> None:
     optimizer = make_optimizer(draft, section, dtype)
     for name in options.dtype:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            write(Path(folder), options, width, DTYPES[name])
+            write_store(Path(folder), random_rows(options.rows, options.length, width, DTYPES[name]))
             reader = FeatureReader(Path(folder))
             schedule = [[step] for step in pack(epoch_order(list(reader.lengths), 0, 0), reader.lengths, options.tokens)]
             materials = Materials(reader, [], [], table, teacher, ids, dtype, device)
@@ -76,21 +73,6 @@ def main() -> None:
             size = sum(file.stat().st_size for file in Path(folder).glob("shard-*"))
             print(f"{options.shape}, {name}, {size / 1e9:.1f} GB in {options.folder or tempfile.gettempdir()}: ", end="")
             print(f"{tokens / read:,.0f} tokens/s read from the store, {tokens / fed:,.0f} with a batch that is held: {fed / read:.1%}", flush=True)
-
-
-def write(folder: Path, options: argparse.Namespace, width: int, dtype: torch.dtype) -> None:
-    """Rows of random states, as extraction writes them."""
-    open_index(folder, {})
-    stored, scale = encode(torch.randn(options.length, 4, width, dtype=torch.bfloat16), dtype)
-    parts = {"aux": stored[:, :-1].contiguous(), "last": stored[:, -1].contiguous(), **({} if scale is None else {"scale": scale})}
-    for number in range(-(-options.rows // SHARD_ROWS)):
-        names = range(number * SHARD_ROWS, min(options.rows, (number + 1) * SHARD_ROWS))
-        tokens, mask = torch.randint(0, 400, (options.length,), dtype=torch.int32), torch.ones(options.length, dtype=torch.bool)
-        rows = [FeatureRow(f"{row:032x}", tokens, mask, parts["aux"], parts["last"], scale) for row in names]
-        shard = open_shard(folder, number, rows, 3, width, dtype)
-        for row in range(len(rows)):
-            shard.put(row, parts)
-        enter(folder, shard, finish(shard))
 
 
 if __name__ == "__main__":

@@ -50,9 +50,9 @@ PLACES = {"prepare": "prepare", "extract": "features", "train": "train"}
 
 def eyas(*words: str) -> tuple[str, int]:
     """(what it printed, bytes it held at most). Ends the benchmark if it fails."""
+    most, before = 0, used() or 0
     process = subprocess.Popen([sys.executable, "-m", "eyas.cli", *words], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    most, before = 0, used() or 0
     while process.poll() is None:
         now = used()
         most = max(most, held(process.pid) if now is None else now - before)

@@ -18,16 +18,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from random_store import SHARD_ROWS, random_rows, write_store
 
-from eyas.features.codec import DTYPES, encode
-from eyas.features.index import enter, open_index
+from eyas.features.codec import DTYPES
 from eyas.features.reader import FeatureReader
-from eyas.features.shard import FeatureRow, finish, open_shard
 from eyas.target.engine import keep_freed_memory
 from eyas.train.batch import make_batch
 from eyas.train.sampler import epoch_order, pack
 
-LENGTH, SHARD_ROWS, TOKENS = 1024, 16, 8192  # tokens of a row, rows of a shard, tokens of a batch
+LENGTH, TOKENS = 1024, 8192  # of a row, of a batch
 
 
 def main() -> None:
@@ -39,27 +38,13 @@ def main() -> None:
     options = parser.parse_args()
     keep_freed_memory()  # as the command line does
     dtype = DTYPES[options.dtype]
-    stored, scale = encode(torch.randn(LENGTH, 4, options.width, dtype=torch.bfloat16), dtype)
-    tokens = torch.randint(0, 1000, (LENGTH,), dtype=torch.int32)
-    parts = {"aux": stored[:, :-1].contiguous(), "last": stored[:, -1].contiguous(), **({} if scale is None else {"scale": scale})}
-    num_bytes = sum(part.numel() * part.element_size() for part in parts.values())
-    num_rows = max(SHARD_ROWS, int(options.gib * 2**30 / num_bytes) // SHARD_ROWS * SHARD_ROWS)
-    rows = [FeatureRow(f"{number:032x}", tokens, torch.ones(LENGTH, dtype=torch.bool), parts["aux"], parts["last"], scale) for number in range(num_rows)]
-    total = num_rows * num_bytes
+    (row,) = random_rows(1, LENGTH, options.width, dtype)
+    num_bytes = sum(part.numel() * part.element_size() for part in (row.aux, row.last, row.scale) if part is not None)
+    rows = random_rows(max(SHARD_ROWS, int(options.gib * 2**30 / num_bytes) // SHARD_ROWS * SHARD_ROWS), LENGTH, options.width, dtype)
+    total = len(rows) * num_bytes
 
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-
-        def write_store() -> None:
-            for file in folder.glob("*"):
-                file.unlink()
-            open_index(folder, {})
-            for number in range(num_rows // SHARD_ROWS):
-                part = rows[number * SHARD_ROWS : (number + 1) * SHARD_ROWS]
-                shard = open_shard(folder, number, part, 3, options.width, dtype)
-                for row in range(SHARD_ROWS):
-                    shard.put(row, parts)
-                enter(folder, shard, finish(shard))
 
         def copy(sync: bool) -> None:
             for path in folder.glob("shard-*"):
@@ -73,9 +58,9 @@ def main() -> None:
             for keys in pack(epoch_order(list(reader.lengths), 0, 0), reader.lengths, TOKENS):
                 make_batch([reader.row(key) for key in keys], 5, torch.bfloat16)
 
-        print(f"{num_rows} rows of {LENGTH:,} tokens, {options.dtype}, {total / 1e9:.2f} GB, in {options.folder or tempfile.gettempdir()}")
-        write_store()
-        compare("written", total, write_store, lambda: copy(sync=True))
+        print(f"{len(rows)} rows of {LENGTH:,} tokens, {options.dtype}, {total / 1e9:.2f} GB, in {options.folder or tempfile.gettempdir()}")
+        write_store(folder, rows)
+        compare("written", total, lambda: write_store(folder, rows), lambda: copy(sync=True))
         compare("read", total, read_store, lambda: copy(sync=False))
 
 

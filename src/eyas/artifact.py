@@ -16,6 +16,7 @@ import json
 import mmap
 import os
 import shutil
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,13 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
         os.fsync(file.fileno())
     temporary.replace(path)
     fsync_folder(path.parent)
+
+
+def tensors_head(header: dict[str, Any]) -> bytes:
+    """How a safetensors file with this header begins; its data follows, from a multiple of 8 bytes on."""
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the format lets a header end in spaces
+    return struct.pack("<Q", len(text)) + text
 
 
 def read_json(path: Path) -> Any:

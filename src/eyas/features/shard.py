@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 
-from eyas.artifact import hash_file, hash_written
+from eyas.artifact import hash_file, hash_written, tensors_head
 from eyas.features.codec import FLOAT8, decode
 
 DTYPE_OF = {  # by its name in safetensors
@@ -129,15 +129,14 @@ def open_shard(folder: Path, number: int, rows: Sequence[Row], num_aux: int, wid
         if entry != "scale" or dtype == FLOAT8:
             begin, end = end, end + math.prod(shape) * size
             header[entry] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the format lets a header end in spaces
-    data = 8 + len(text)
+    head = tensors_head(header)
+    data = len(head)
     begin = data + header["aux"]["data_offsets"][0]
     path = folder / f"shard-{number:05d}.safetensors"
     shard = OpenShard(path, [row.key for row in rows], [row.tokens for row in rows], width, num_aux, dtype, starts, begin)
     with open(shard.part, "wb") as file:
         _reserve(file.fileno(), data + end)
-        file.write(struct.pack("<Q", len(text)) + text + offsets.numpy().tobytes() + tokens.numpy().tobytes())
+        file.write(head + offsets.numpy().tobytes() + tokens.numpy().tobytes())
         file.seek(data + header["supervised"]["data_offsets"][0])
         file.write(supervised.numpy().tobytes())
     return shard

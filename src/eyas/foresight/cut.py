@@ -10,7 +10,6 @@ import json
 import math
 import re
 import shutil
-import struct
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from eyas.artifact import tensors_head
 from eyas.errors import UserError
 from eyas.foresight.size import SAME_LAYERS, is_ignored, stored_weights
 from eyas.target.spec import TargetSpec, decoder_prefix, embedding_name, read_header
@@ -174,8 +174,8 @@ def _write(shapes: Shapes, folder: Path, seed: int) -> None:
 
 
 def _write_file(path: Path, shapes: Shapes, values: Callable[[str], torch.Tensor]) -> int:
-    """A safetensors file whose tensors are filled with their values over and over; returns their bytes. (By the library each would be made first, at a tenth
-    of the speed.)"""
+    """A safetensors file whose tensors are filled with their values over and over; returns their bytes. (By the library each would be made first, which
+    takes longer than writing it.)"""
     names = sorted(shapes, key=lambda name: -shapes[name][0].itemsize)  # so that each begins at a multiple of its own width
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -183,10 +183,8 @@ def _write_file(path: Path, shapes: Shapes, values: Callable[[str], torch.Tensor
         dtype, shape = shapes[name]
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the format lets a header end in spaces
     with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(tensors_head(header))
         for name in names:
             begin, left = header[name]["data_offsets"]
             left -= begin
