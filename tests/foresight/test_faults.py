@@ -81,8 +81,10 @@ def cut_short(target: Path) -> None:
     os.truncate(target / "model.safetensors", (target / "model.safetensors").stat().st_size - 100)
 
 
-def small_disk(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=1 << 40, used=0, free=(256 << 20) + 1000))
+def room(num_bytes: int) -> Callable[[pytest.MonkeyPatch, Path], None]:
+    """Of every disk, beside what is left free always."""
+    free = SimpleNamespace(total=1 << 40, used=0, free=(256 << 20) + num_bytes)
+    return lambda monkeypatch, folder: monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
 
 
 def engine(**changes: Any) -> Callable[[pytest.MonkeyPatch, Path], None]:
@@ -111,7 +113,7 @@ def busy_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 def little_memory(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     engine()(monkeypatch, folder)
-    small_disk(monkeypatch, folder)
+    room(1000)(monkeypatch, folder)
 
 
 def absolute_d2t(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -167,7 +169,7 @@ FAULTS = [
         "no room for vLLM beside the draft", "plan", ["take turns on a GPU", "vLLM wants 95% of 24 GB", "target.gpu_memory_utilization = 0.8"],
         vllm(gpu_memory_utilization=0.95) | {"features": {"keep": "none"}, "data": {"synthesize": 10**5}}, words=("--gpus", "1xRTX 4090"),
     ),
-    Fault("a disk too small for the features", "plan", ["The features need", "features.keep"], {"data": {"synthesize": 10**6}}, machine=small_disk),
+    Fault("a disk too small for the features", "plan", ["The features need", 'features.keep = "2GB"'], {"data": {"synthesize": 10**6}}, machine=room(3 * 10**9)),
     Fault("no data", "plan", ["none.jsonl does not exist"], {"data": {"conversations": ["none.jsonl"]}}),
     Fault("data of another form", "plan", ["a row needs messages"], files=lambda target: (target.parent / "data.jsonl").write_text('{"text": "a"}\n')),
     Fault("a config without a width", "plan", ["hidden_size"], files=no_width),

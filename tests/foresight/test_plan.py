@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import transformers
 from conftest import ROOT, Outcome, make_tiny_target, write_run
 
 from eyas.config import load
+from eyas.features import disk
 from eyas.foresight.check import planned
 from eyas.foresight.hardware import Hardware, named
 from eyas.foresight.plan import Plan, extraction_rate, make_plan
@@ -172,6 +175,15 @@ def test_the_nearest_setting_that_fits_does_fit(tmp_path: Path) -> None:
     if finding is not None:
         key, value = finding.step.removeprefix("Set ").removesuffix(".").split(" = ")
         assert not [other for other in plan_of(path, "4xRTX 3090", f"{key}={value}").findings if "extract needs" in other.text]
+
+
+@pytest.mark.parametrize(("room", "named"), [(40 * 10**9, '"36GB"'), (10**9, '"900MB"'), (10**6, None), (-(10**9), None)])
+def test_a_quota_is_named_only_if_it_fits(room: int, named: str | None, tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=1 << 50, used=0, free=disk.FREE_FLOOR + room))
+    found = plan_of(write_run(tmp_path, tiny_target, data={"synthesize": 10**7}), "1xH200")
+    (finding,) = [finding for finding in found.findings if finding.name == "disk"]
+    assert finding.level == "fail" and "Free some space" in finding.text
+    assert finding.step == (f"Or set features.keep = {named}: they are then captured in rounds." if named else "")
 
 
 def test_a_run_that_cannot_end_well_does_not_begin_but_by_force(tmp_path: Path, tiny_target: Path, eyas: Eyas, monkeypatch: pytest.MonkeyPatch) -> None:

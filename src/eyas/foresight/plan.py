@@ -232,7 +232,8 @@ def _of_disk(config: RunConfig, features: int) -> list[Finding]:
         disk.require_room(place, round(wanted))
     except UserError as error:
         room = max(0, shutil.disk_usage(place).free - disk.FREE_FLOOR)
-        step = f'Or set features.keep = "{max(1, int(0.9 * room / 1e9))}GB": they are then captured in rounds.'
+        fits = next((f"{int(0.9 * room / size)}{unit}" for unit, size in (("GB", 1e9), ("MB", 1e6)) if 0.9 * room >= size), None)
+        step = f'Or set features.keep = "{fits}": they are then captured in rounds.' if fits else ""
         if config.features.dtype != "float8" and wanted * 0.51 <= room:
             step = 'Or set features.dtype = "float8", which halves them.'
         return [Finding("disk", "fail", str(error), step)]
