@@ -169,7 +169,7 @@ FAULTS = [
         "no room for vLLM beside the draft", "plan", ["take turns on a GPU", "vLLM wants 95% of 24 GB", "target.gpu_memory_utilization = 0.8"],
         vllm(gpu_memory_utilization=0.95) | {"features": {"keep": "none"}, "data": {"synthesize": 10**5}}, words=("--gpus", "1xRTX 4090"),
     ),
-    Fault("a disk too small for the features", "plan", ["The features need", 'features.keep = "2GB"'], {"data": {"synthesize": 10**6}}, machine=room(3 * 10**9)),
+    Fault("a disk too small for the features", "plan", ["The features need", 'features.keep = "2GB"'], {"data": {"synthesize": 10**6}}, machine=room(3 << 30)),
     Fault("no data", "plan", ["none.jsonl does not exist"], {"data": {"conversations": ["none.jsonl"]}}),
     Fault("data of another form", "plan", ["a row needs messages"], files=lambda target: (target.parent / "data.jsonl").write_text('{"text": "a"}\n')),
     Fault("a config without a width", "plan", ["hidden_size"], files=no_width),
