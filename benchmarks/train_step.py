@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("--freeze-head", action="store_true")
     parser.add_argument("--loss", choices=("soft", "lk"), default="soft")
     parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--float8", action="store_true", help="products in float8")
     parser.add_argument("--profile", type=Path, help="where to write a table of kernels")
     parser.add_argument("--peers", type=Path)
     parser.add_argument("--peer-batch", type=int, default=8, help="rows of a padded batch of SpecForge")
@@ -94,6 +95,8 @@ def time_ours(options: argparse.Namespace, cases: list[Case], frozen: bool) -> l
     shape = draft_shape_of(options.shape)
     torch.manual_seed(0)
     draft = Draft(shape).to(device)
+    if options.float8:
+        draft.multiply_in_float8()
     _, _, _, _, _, vocab, _ = SHAPES[options.shape]
     table = torch.randn(vocab, shape.hidden_size, device=device, dtype=torch.bfloat16)
     head = TargetHead(table, torch.ones(shape.hidden_size), 1e-5, table, None)
@@ -104,7 +107,7 @@ def time_ours(options: argparse.Namespace, cases: list[Case], frozen: bool) -> l
     def step(batch: Batch) -> None:
         optimizer.zero_grad()
         steps = unroll(draft, table, batch, options.steps, options.recompute)
-        loss_backward(steps, draft.lm_head.weight, teacher, batch, Objective(section.step_weight, float(len(batch.rows_R)), options.loss))
+        loss_backward(steps, draft.lm_head, teacher, batch, Objective(section.step_weight, float(len(batch.rows_R)), options.loss))
         torch.nn.utils.clip_grad_norm_(draft.parameters(), section.grad_clip)
         optimizer.step(1.0)
 

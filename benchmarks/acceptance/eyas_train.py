@@ -43,6 +43,8 @@ class Eyas:
         draft = DraftSection(**changes.get("draft", {}))
         self.shape = draft_shape(draft, spec, len(ids), materials.shape.aux_layers)
         self.model = new_draft(self.shape, options.seed, ids, head if draft.init_head == "target" else None).to(self.device)
+        if self.section.dtype == "float8":
+            self.model.multiply_in_float8()
         self.optimizer = make_optimizer(self.model, self.section, dtype)
         self.index = {key: index for index, key in enumerate(materials.keys)}
         self.materials = loop.Materials(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from eyas.draft.factor import Float8, Plain
 from eyas.draft.norm import RMSNorm
 from eyas.draft.product import GatedMLP, Linear
 from eyas.train.optim import Optimizers
@@ -61,17 +62,24 @@ def test_gradients_add_up_over_uses_and_over_backward_passes(device: torch.devic
     assert layer.weight.grad is not None and close(layer.weight.grad, total, dtype)
 
 
+def cast(layer: Linear) -> torch.Tensor:
+    factor = layer.factor(torch.bfloat16)
+    assert isinstance(factor, Plain)
+    return factor.weight_OI
+
+
 def test_the_cast_follows_the_weight(device: torch.device) -> None:
     layer = Linear(4, 4).to(device)
     x = torch.randn(2, 4, device=device, dtype=torch.bfloat16)
-    first = layer.weight_in(torch.bfloat16)
-    assert layer.weight_in(torch.bfloat16) is first, "cast once"
+    first = layer.factor(torch.bfloat16)
+    assert isinstance(first, Plain)
+    assert layer.factor(torch.bfloat16) is first, "cast once"
     optimizer = Optimizers([torch.optim.AdamW([{"params": list(layer.parameters()), "peak": 0.5}], fused=True)])
     layer(x).float().sum().backward()
     optimizer.step(1.0)
-    assert torch.equal(layer.weight_in(torch.bfloat16), layer.weight.detach().bfloat16()) and not torch.equal(layer.weight_in(torch.bfloat16), first)
+    assert torch.equal(cast(layer), layer.weight.detach().bfloat16()) and not torch.equal(cast(layer), first.weight_OI)
     layer.load_state_dict({"weight": torch.ones(4, 4)})
-    assert torch.equal(layer.weight_in(torch.bfloat16), torch.ones(4, 4, device=device, dtype=torch.bfloat16))
+    assert torch.equal(cast(layer), torch.ones(4, 4, device=device, dtype=torch.bfloat16))
 
 
 def test_what_was_cast_while_measuring_serves_in_training(device: torch.device) -> None:
@@ -81,3 +89,31 @@ def test_what_was_cast_while_measuring_serves_in_training(device: torch.device) 
         layer(x)
     layer(x).float().sum().backward()
     assert layer.weight.grad is not None
+
+
+def test_a_product_in_float8_is_that_of_the_rounded_factors(device: torch.device) -> None:
+    torch.manual_seed(0)
+    layer = Linear(64, 48).to(device)
+    layer.float8 = True
+    with torch.no_grad():
+        layer.weight.mul_(torch.logspace(-3, 3, 48, device=device)[:, None])  # a scale for all rows would lose most of them
+    x = (torch.randn(32, 64, device=device) * torch.logspace(-3, 3, 32, device=device)[:, None]).bfloat16().requires_grad_()
+    assert isinstance(layer.factor(torch.bfloat16), Float8)
+    found = layer(x)
+    grad = torch.randn(32, 48, device=device).bfloat16()
+    found.backward(grad)
+
+    def rounded(tensor: torch.Tensor) -> torch.Tensor:
+        scale = tensor.double().abs().amax(-1, keepdim=True) / 448
+        return (tensor.double() / scale).float().to(torch.float8_e4m3fn).double() * scale
+
+    weight = layer.weight.detach()
+    assert close(found, rounded(x.detach()) @ rounded(weight).T, torch.bfloat16)
+    assert x.grad is not None and close(x.grad, rounded(grad) @ rounded(weight.T).T, torch.bfloat16)
+    assert layer.weight.grad is not None and close(layer.weight.grad, grad.double().T @ x.detach().double(), torch.bfloat16), "not in float8"
+
+
+def test_a_weight_of_odd_sizes_stays_in_the_inputs_dtype(device: torch.device) -> None:
+    layer = Linear(24, 48).to(device)
+    layer.float8 = True
+    assert isinstance(layer.factor(torch.bfloat16), Plain)

@@ -96,7 +96,7 @@ def teach(draft: Draft, engine: TransformersEngine, answers: list[list[int]], id
     optimizer = make_optimizer(draft, TrainSection(optimizer="adamw", lr=5e-3), torch.float32)
     for _ in range(num_steps):
         optimizer.zero_grad()
-        loss_backward(unroll(draft, head.embedding, batch, 4), draft.lm_head.weight, teacher, batch, Objective(0.8, float(len(batch.rows_R))))
+        loss_backward(unroll(draft, head.embedding, batch, 4), draft.lm_head, teacher, batch, Objective(0.8, float(len(batch.rows_R))))
         optimizer.step(1.0)
     draft.eval()
 

@@ -41,7 +41,7 @@ def test_batches_of_new_shapes_compile_nothing_anew(compiled: None) -> None:
     for masks in (["s" * 20], ["s" * 30, ".ssss", "s"], [".s" * 8 + "s" * 12] * 3, ["." * 40 + "s" * 50], ["s" * 13]):
         rows = [random_row(mask, seed) for seed, mask in enumerate(masks)]
         batch = make_batch(rows, K, torch.float32, multiple=8, chunk=16)
-        loss_backward(unroll(draft, head.embedding, batch, K), draft.lm_head.weight, teacher, batch, Objective(0.8, 10.0))
+        loss_backward(unroll(draft, head.embedding, batch, K), draft.lm_head, teacher, batch, Objective(0.8, 10.0))
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] > K, "all that is meant to be compiled was"
     assert graphs[1:] == graphs[:1] * 4

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from eyas.config import TrainSection
 from eyas.draft.model import Draft
+from eyas.draft.product import Linear
 from eyas.features.shard import FeatureRow
 from eyas.target.embeddings import TargetHead
 from eyas.train.batch import Batch, make_batch
@@ -71,8 +72,9 @@ def test_the_chunked_loss_equals_plain_torch(chunk: int, softcap: float | None, 
     batch = make_batch([random_row(mask, seed) for seed, mask in enumerate(MASKS)], K, torch.float32, chunk=chunk)
     steps = some_steps(batch)
     hidden = [step.hidden_RD for step in steps]
-    weight = torch.randn(DRAFT_VOCAB, WIDTH, generator=torch.Generator().manual_seed(8)).requires_grad_()
-    loss, sums = loss_backward(steps, weight, Teacher(head, ids, torch.float32, CPU), batch, Objective(0.8, 13.0, kind))
+    lm_head = random_lm_head()
+    weight = lm_head.weight
+    loss, sums = loss_backward(steps, lm_head, Teacher(head, ids, torch.float32, CPU), batch, Objective(0.8, 13.0, kind))
     fast = [tensor.grad for tensor in (weight, *hidden)]
     plain, per_step = plain_loss(steps, weight, head, ids, batch.last, 13.0, kind)
     slow = torch.autograd.grad(plain, [weight, *hidden])
@@ -80,6 +82,14 @@ def test_the_chunked_loss_equals_plain_torch(chunk: int, softcap: float | None, 
     assert relative_error(sums.loss, torch.tensor(per_step)) < 1e-5
     for found, wanted in zip(fast, slow, strict=True):
         assert relative_error(found, wanted) < 1e-5
+
+
+def random_lm_head(weight: torch.Tensor | None = None) -> Linear:
+    """With this weight in place of a random one, if there is one."""
+    lm_head = Linear(WIDTH, DRAFT_VOCAB)
+    with torch.no_grad():
+        lm_head.weight.copy_(torch.randn(DRAFT_VOCAB, WIDTH, generator=torch.Generator().manual_seed(8)) if weight is None else weight)
+    return lm_head
 
 
 def test_a_softcap_of_the_target_changes_what_is_learnt() -> None:
@@ -101,14 +111,15 @@ def test_the_teacher_is_the_targets_distribution_renormalised_over_the_draft_voc
 def test_a_row_that_does_not_count_contributes_exactly_nothing(chunk: int, kind: Literal["soft", "lk"]) -> None:
     teacher = Teacher(random_head(), random_ids(), torch.float32, CPU)
     batch = make_batch([random_row(mask, seed) for seed, mask in enumerate(MASKS)], K, torch.float32, chunk=chunk)
-    weight = torch.randn(DRAFT_VOCAB, WIDTH, generator=torch.Generator().manual_seed(8)).requires_grad_()
+    lm_head = random_lm_head()
+    weight = lm_head.weight
     steps = some_steps(batch)
     found = []
     for filler in (None, 1e6):  # what stands in such a row may be anything at all
         weight.grad = None
         if filler is not None:
             steps = [replace(step, hidden_RD=step.hidden_RD.detach().masked_fill(~step.counts_R[:, None], filler).requires_grad_()) for step in steps]
-        loss, sums = loss_backward(steps, weight, teacher, batch, Objective(0.8, 1.0, kind))
+        loss, sums = loss_backward(steps, lm_head, teacher, batch, Objective(0.8, 1.0, kind))
         found.append((loss, sums, [tensor.grad for tensor in (weight, *(step.hidden_RD for step in steps))]))
         for step, gradient in zip(steps, found[-1][2][1:], strict=True):
             assert not gradient[~step.counts_R].any()
@@ -131,7 +142,7 @@ def test_loss_sums_count_rows_and_agreements_as_a_loop_does(chunk: int) -> None:
         with torch.no_grad():
             teachers = best[(step.at_R + 1).clamp(max=batch.num_tokens - 1)]
             step.hidden_RD[::2] = 10 * F.normalize(draft_head[teachers[::2]], dim=-1)
-    _, sums = loss_backward(steps, draft_head, Teacher(head, ids, torch.float32, CPU), batch, Objective(0.8, 1.0))
+    _, sums = loss_backward(steps, random_lm_head(draft_head), Teacher(head, ids, torch.float32, CPU), batch, Objective(0.8, 1.0))
     rows, agreed = [0] * K, [0] * K
     for k, step in enumerate(steps):
         for r in range(len(step.at_R)):
@@ -148,9 +159,7 @@ def test_loss_sums_count_rows_and_agreements_as_a_loop_does(chunk: int) -> None:
 def test_a_step_that_no_row_reaches_adds_nothing_and_breaks_nothing() -> None:
     draft, head = random_draft(small_shape()), random_head()
     batch = make_batch([random_row(".ss")], K, torch.float32)
-    _, sums = loss_backward(
-        unroll(draft, head.embedding, batch, K), draft.lm_head.weight, Teacher(head, random_ids(), torch.float32, CPU), batch, Objective(0.8, 1.0)
-    )
+    _, sums = loss_backward(unroll(draft, head.embedding, batch, K), draft.lm_head, Teacher(head, random_ids(), torch.float32, CPU), batch, Objective(0.8, 1.0))
     assert sums.rows.tolist() == [1, 0, 0, 0]
     assert all(torch.isfinite(gradient).all() for gradient in gradients(draft).values())
 
@@ -201,5 +210,5 @@ def test_the_denominator_is_the_rows_that_count_at_step_0_of_the_whole_optimiser
     found, num_rows, _ = step_gradients(rows, [1, 2], draft)
     head, batch = random_head(), make_batch(rows, K, torch.float32)
     assert num_rows[0] == len(batch.rows_R) == 5 + 1 + 2
-    loss_backward(unroll(draft, head.embedding, batch, K), draft.lm_head.weight, Teacher(head, random_ids(), torch.float32, CPU), batch, Objective(0.8, 8.0))
+    loss_backward(unroll(draft, head.embedding, batch, K), draft.lm_head, Teacher(head, random_ids(), torch.float32, CPU), batch, Objective(0.8, 8.0))
     assert_same_gradients(found, gradients(draft), 1e-5)

@@ -152,6 +152,12 @@ class Draft(nn.Module):
         self.lm_head = Linear(width, shape.draft_vocab_size)
         self.rope = Rope(shape)
 
+    def multiply_in_float8(self) -> None:
+        """From now on, where sizes allow it; what is trained stays float32."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.float8 = True
+
     def fuse(self, aux_TAD: torch.Tensor) -> torch.Tensor:
         """The aux layers of each position -> the hidden state that step 0 reads [T, D]."""
         x_TC = aux_TAD.flatten(1)

@@ -106,11 +106,12 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the hardware multiplies it fast: on a GPU, and on a CPU with AMX tiles (4 times float32 there), else float32."""
+    """`auto` is bfloat16 where the hardware multiplies it fast: on a GPU, and on a CPU with AMX tiles (4 times float32 there), else
+    float32. `float8` is bfloat16 where no products are."""
     if dtype == "auto":
         fast = device.type == "cuda" or _has_amx()
         return torch.bfloat16 if fast else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}[dtype]
 
 
 def _has_amx() -> bool:

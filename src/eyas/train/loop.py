@@ -177,7 +177,7 @@ def backward(draft: Draft, materials: Materials, batch: Batch, section: TrainSec
     """Adds the batch's gradients to those of the draft."""
     steps = unroll(draft, materials.embedding, batch, section.unroll_steps, section.recompute)
     objective = Objective(section.step_weight, denominator, section.loss)
-    return loss_backward(steps, draft.lm_head.weight, materials.teacher, batch, objective)[1]
+    return loss_backward(steps, draft.lm_head, materials.teacher, batch, objective)[1]
 
 
 def measure_and_save(

@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 
 from eyas.draft.fused import fused
-from eyas.draft.product import add_weight_gradient
+from eyas.draft.product import Linear, add_weight_gradient
 from eyas.target.embeddings import TargetHead
 from eyas.train.batch import Batch
 from eyas.train.distributed import World
@@ -72,42 +72,41 @@ class Objective:
     kind: Literal["soft", "lk"] = "soft"
 
 
-def loss_backward(steps: list[StepOutput], head_weight: torch.Tensor, teacher: Teacher, batch: Batch, objective: Objective) -> tuple[torch.Tensor, LossSums]:
-    """The weighted sum over steps and counting rows, divided by the denominator, and its backward pass. head_weight float32 [Vd, D].
+def loss_backward(steps: list[StepOutput], lm_head: Linear, teacher: Teacher, batch: Batch, objective: Objective) -> tuple[torch.Tensor, LossSums]:
+    """The weighted sum over steps and counting rows, divided by the denominator, and its backward pass.
 
     Returns the loss and its parts, on the device. Rows that do not count are computed with weight zero: there are few, and constant shapes are worth more
     than they cost.
     """
-    loss, sums, grad_RKD = _forward(steps, head_weight, teacher, batch, objective)
+    loss, sums, grad_RKD = _forward(steps, lm_head, teacher, batch, objective)
     torch.autograd.backward([step.hidden_RD for step in steps], list(grad_RKD.unbind(1)))
     return loss, sums
 
 
 @torch.no_grad()
-def _forward(
-    steps: list[StepOutput], head_weight: torch.Tensor, teacher: Teacher, batch: Batch, objective: Objective
-) -> tuple[torch.Tensor, LossSums, torch.Tensor]:
+def _forward(steps: list[StepOutput], lm_head: Linear, teacher: Teacher, batch: Batch, objective: Objective) -> tuple[torch.Tensor, LossSums, torch.Tensor]:
     """Adds to the head's gradient, and returns that of the rows, [R, K, D]. A function of its own: what it needs is gone before backward needs most."""
-    device, dtype, num_steps = head_weight.device, steps[0].hidden_RD.dtype, len(steps)
-    head = head_weight.to(dtype)
+    device, dtype, num_steps = lm_head.weight.device, steps[0].hidden_RD.dtype, len(steps)
+    head = lm_head.factor(dtype)
     counts_RK = torch.stack([step.counts_R for step in steps], dim=1)
     weight_RK = counts_RK * torch.tensor([objective.step_weight**k / objective.denominator for k in range(num_steps)], device=device)
     sums = torch.zeros(3, num_steps, dtype=torch.float64, device=device)
     loss = torch.zeros((), device=device)
-    grad_RKD = torch.empty(len(counts_RK), num_steps, head.shape[1], dtype=dtype, device=device)
+    grad_RKD = torch.empty(len(counts_RK), num_steps, lm_head.in_features, dtype=dtype, device=device)
     for chunk in batch.chunks:
         # All steps of a few rows rather than one step of many: larger products, and the teachers are shared.
         part = slice(chunk.start, chunk.end)
         counts_CK, weight_CK = counts_RK[part], weight_RK[part]
         rows_BD = torch.stack([step.hidden_RD[part] for step in steps], dim=1).flatten(0, 1)
         taught = distribution(teacher.logits(batch.last[chunk.needed_N]), teacher.head.softcap)
-        logits_BV = rows_BD @ head.T
+        logits_BV = head.times(head.left(rows_BD))
         loss_B, agreed_B = compare(logits_BV, *taught, chunk.where_CK.flatten(), counts_CK.flatten(), weight_CK.flatten(), objective.kind == "lk")
         loss_CK = loss_B.view(counts_CK.shape)
         loss += (weight_CK * loss_CK).sum()
         sums += torch.stack([column.sum(0, dtype=torch.float64) for column in (counts_CK, loss_CK, agreed_B.view(counts_CK.shape))])
-        torch.mm(logits_BV, head, out=grad_RKD[part].flatten(0, 1))
-        add_weight_gradient(head_weight, logits_BV, rows_BD)
+        head.back(logits_BV, out=grad_RKD[part].flatten(0, 1))
+        add_weight_gradient(lm_head.weight, logits_BV, rows_BD)
+    lm_head.cast = None  # a quarter of a gigabyte that backward can use
     return loss, LossSums(*sums), grad_RKD
 
 

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from eyas.artifact import hash_file, read_manifest
 from eyas.config import RunConfig
 from eyas.draft.init import new_draft
+from eyas.draft.model import Draft
 from eyas.draft.shape import DraftShape, draft_shape
 from eyas.errors import UserError
 from eyas.features.reader import FeatureReader
@@ -37,9 +38,10 @@ def shape_of(config: RunConfig, spec: TargetSpec) -> DraftShape:
 
 def settings(config: RunConfig, spec: TargetSpec) -> dict[str, Any]:
     section = config.train.model_dump(exclude={"tokens_per_batch", "checkpoint_every", "dtype", "recompute", "processes"})
+    dtype = "float8" if config.train.dtype == "float8" else str(resolve_dtype(config.train.dtype, resolve_device(config.target.device)))
     return {
         "draft": {**shape_of(config, spec).as_dict(), "init_head": config.draft.init_head},
-        "train": {**section, "dtype": str(resolve_dtype(config.train.dtype, resolve_device(config.target.device)))},
+        "train": {**section, "dtype": dtype},
         "run": {"seed": config.run.seed},
     }
 
@@ -92,8 +94,11 @@ def train_rank(context: Context, world: World) -> None:
     ids = read_ids(context.run_folder / "vocab")
     head = read_head(spec)
     draft = new_draft(shape_of(config, spec), config.run.seed, ids, head if config.draft.init_head == "target" else None).to(device)
+    if config.train.dtype == "float8":
+        use_float8(draft, device)
     size = sum(parameter.numel() for parameter in draft.parameters())
-    context.reporter.say(f"train: {size / 1e6:.1f}M parameters, all of them the draft's, {str(dtype).removeprefix('torch.')} products on {device}")
+    products = "float8" if config.train.dtype == "float8" else str(dtype).removeprefix("torch.")
+    context.reporter.say(f"train: {size / 1e6:.1f}M parameters, all of them the draft's, {products} products on {device}")
     materials = Materials(
         reader=reader,
         train_keys=[row.key for row in rows if not row.holdout],
@@ -114,6 +119,13 @@ def train_rank(context: Context, world: World) -> None:
             f"train: warning: the draft's likeliest token is its teacher's in {agreed:.0%} of the held-out rows, but the text's in {said:.0%} only. Either the "
             f"ids in {context.run_folder / 'vocab'} are not those that it was taught, or the text is not the target's own."
         )
+
+
+def use_float8(draft: Draft, device: torch.device) -> None:
+    """Raises UserError on a GPU that does not multiply float8."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise UserError(f'train.dtype = "float8" needs a GPU of compute capability 8.9 or later; {torch.cuda.get_device_name(device)} is older. Leave it out.')
+    draft.multiply_in_float8()
 
 
 def num_parameters(weights: Path) -> int:
