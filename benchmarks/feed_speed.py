@@ -44,7 +44,7 @@ def main() -> None:
     device, shape = resolve_device("auto"), draft_shape_of(options.shape)
     dtype, width, vocab = torch.bfloat16, shape.hidden_size, SHAPES[options.shape][5]
     torch.manual_seed(0)
-    table = torch.randn(vocab, width, device=device, dtype=dtype)
+    table = torch.randn(vocab, width, dtype=dtype)
     ids = torch.arange(shape.draft_vocab_size, device=device)
     teacher = Teacher(TargetHead(table, torch.ones(width), 1e-5, table, None), ids, dtype, device)
     section = TrainSection(optimizer="adamw", unroll_steps=7, tokens_per_step=options.tokens, tokens_per_batch=options.tokens)

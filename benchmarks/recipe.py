@@ -51,7 +51,7 @@ def held_out(run: Run, device: torch.device, dtype: torch.dtype) -> tuple[list[P
         (states,) = engine.capture([text], [*layers, spec.num_layers])
         supervised = torch.arange(len(text)) >= len(prompt.tokens)
         rows.append(FeatureRow("", torch.tensor(text, dtype=torch.int32), supervised, states[:, :3], states[:, 3]))
-    return prompts, make_batch(rows, DEEPEST, dtype).to(device)
+    return prompts, make_batch(rows, read_head(spec).embedding.to(dtype), DEEPEST, dtype).to(device)
 
 
 def train(config: RunConfig, run: Run, head: TargetHead, reader: FeatureReader, device: torch.device, dtype: torch.dtype) -> tuple[Materials, object, int]:
@@ -88,7 +88,7 @@ def main() -> None:
         seconds = time.monotonic() - began
         lengths, parts = [], {}
         for num_draft_tokens in (3, DEEPEST):
-            found = simulate(draft, materials.embedding, materials.ids, batch, num_draft_tokens)  # type: ignore[arg-type]
+            found = simulate(draft, materials.ids, batch, num_draft_tokens)  # type: ignore[arg-type]
             lengths.append(sum(found, nothing(num_draft_tokens)).length or 0.0)
             if num_draft_tokens == 3:
                 for category in dict.fromkeys(prompt.category for prompt in prompts):

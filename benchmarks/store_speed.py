@@ -42,6 +42,7 @@ def main() -> None:
     num_bytes = sum(part.numel() * part.element_size() for part in (row.aux, row.last, row.scale) if part is not None)
     rows = random_rows(max(SHARD_ROWS, int(options.gib * 2**30 / num_bytes) // SHARD_ROWS * SHARD_ROWS), LENGTH, options.width, dtype)
     total = len(rows) * num_bytes
+    embedding = torch.zeros(1, 1).expand(max(int(row.tokens.max()) for row in rows) + 1, 1)  # no part of what is read
 
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
@@ -56,7 +57,7 @@ def main() -> None:
         def read_store() -> None:
             reader = FeatureReader(folder)
             for keys in pack(epoch_order(list(reader.lengths), 0, 0), reader.lengths, TOKENS):
-                make_batch([reader.row(key) for key in keys], 5, torch.bfloat16)
+                make_batch([reader.row(key) for key in keys], embedding, 5, torch.bfloat16)
 
         print(f"{len(rows)} rows of {LENGTH:,} tokens, {options.dtype}, {total / 1e9:.2f} GB, in {options.folder or tempfile.gettempdir()}")
         write_store(folder, rows)

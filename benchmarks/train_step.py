@@ -98,7 +98,7 @@ def time_ours(options: argparse.Namespace, cases: list[Case], frozen: bool) -> l
     if options.float8:
         draft.multiply_in_float8()
     _, _, _, _, _, vocab, _ = SHAPES[options.shape]
-    table = torch.randn(vocab, shape.hidden_size, device=device, dtype=torch.bfloat16)
+    table = torch.randn(vocab, shape.hidden_size, dtype=torch.bfloat16)
     head = TargetHead(table, torch.ones(shape.hidden_size), 1e-5, table, None)
     teacher = Teacher(head, torch.arange(shape.draft_vocab_size, device=device), torch.bfloat16, device)
     section = TrainSection(optimizer="adamw", unroll_steps=options.steps, freeze_head=frozen)
@@ -106,7 +106,7 @@ def time_ours(options: argparse.Namespace, cases: list[Case], frozen: bool) -> l
 
     def step(batch: Batch) -> None:
         optimizer.zero_grad()
-        steps = unroll(draft, table, batch, options.steps, options.recompute)
+        steps = unroll(draft, batch, options.steps, options.recompute)
         loss_backward(steps, draft.lm_head, teacher, batch, Objective(section.step_weight, float(len(batch.rows_R)), options.loss))
         torch.nn.utils.clip_grad_norm_(draft.parameters(), section.grad_clip)
         optimizer.step(1.0)
@@ -114,7 +114,7 @@ def time_ours(options: argparse.Namespace, cases: list[Case], frozen: bool) -> l
     results = []
     for case in cases:
         rows = [random_rows(pack, shape.hidden_size) for pack in case.packs]
-        batches = [make_batch(pack, options.steps, torch.bfloat16, SHAPE_MULTIPLE, loss_chunk(device)).to(device) for pack in rows]
+        batches = [make_batch(pack, table, options.steps, torch.bfloat16, SHAPE_MULTIPLE, loss_chunk(device)).to(device) for pack in rows]
         found = timed(lambda index, batches=batches: step(batches[index]), len(batches), options.repeat)
         found["rows"] = sum(int((batch.num_steps_R > 0).sum()) for batch in batches)
         found["flops"] = sum(flops(shape, batch, options.steps, frozen) for batch in batches)
@@ -184,7 +184,8 @@ def row_packs(name: str, options: argparse.Namespace) -> list[list[RowShape]]:
         wanted, count = json.loads(Path(source).read_text()), options.packs
     else:
         length, documents = (int(part) for part in source.split("x"))
-        wanted, count = [(length, [(0, length)])] * documents, -(-length * documents // options.tokens)
+        count = -(-length * documents // options.tokens) * options.packs
+        wanted = [(length, [(0, length)])] * documents * options.packs
     packs: list[list[RowShape]] = [[]]
     for length, spans in wanted:
         if packs[-1] and sum(other for other, _ in packs[-1]) + length > options.tokens:

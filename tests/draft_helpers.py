@@ -47,6 +47,9 @@ def random_head(seed: int = 1, softcap: float | None = None) -> TargetHead:
     return TargetHead(embedding, 1 + 0.3 * norm, 1e-5, head, softcap)
 
 
+EMBEDDING = random_head().embedding
+
+
 def random_ids(seed: int = 2) -> torch.Tensor:
     """A draft vocabulary: int64 [Vd], ascending."""
     return torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:DRAFT_VOCAB].sort().values

@@ -48,7 +48,7 @@ class Eyas:
         self.optimizer = make_optimizer(self.model, self.section, dtype)
         self.index = {key: index for index, key in enumerate(materials.keys)}
         self.materials = loop.Materials(
-            materials.reader, materials.keys, [], head.embedding.to(self.device, dtype), Teacher(head, ids, dtype, self.device), ids.to(self.device), dtype,
+            materials.reader, materials.keys, [], head.embedding.to(dtype), Teacher(head, ids, dtype, self.device), ids.to(self.device), dtype,
             self.device,
         )  # fmt: skip
 
@@ -61,7 +61,7 @@ class Eyas:
         packs = [[self.materials.reader.row(key) for key in part] for part in pack(keys, self.materials.reader.lengths, self.section.tokens_per_batch)]
         cuda = self.device.type == "cuda"
         chunk, dtype = loop.loss_chunk(self.device), self.materials.dtype
-        batches = [make_batch(part, self.section.unroll_steps, dtype, loop.SHAPE_MULTIPLE, chunk, pin=cuda) for part in packs]
+        batches = [make_batch(part, self.materials.embedding, self.section.unroll_steps, dtype, loop.SHAPE_MULTIPLE, chunk, pin=cuda) for part in packs]
         all_rows = [row for part in packs for row in part]
         tokens, supervised = sum(len(row.tokens) for row in all_rows), sum(int(row.supervised.sum()) for row in all_rows)
         return Work([(batch.pinned() if cuda else batch, denominator(packs)) for batch in batches], tokens, supervised)

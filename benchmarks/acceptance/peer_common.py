@@ -253,9 +253,9 @@ def compare(folder: Path, materials: Materials, rows: list[FeatureRow], starts: 
     """
     exported, head = load_export(folder), materials.head
     teacher = head.restricted(exported.ids, torch.float32, torch.device("cpu"))
-    batch = make_batch(rows, len(seen), torch.float32)
+    batch = make_batch(rows, head.embedding, len(seen), torch.float32)
     offsets = torch.cat([torch.full((doc.row_end - doc.row_start,), start - doc.start) for doc, start in zip(batch.documents, starts, strict=True)])
-    for k, (step, (logits, probabilities)) in enumerate(zip(unroll(exported.draft, head.embedding, batch, len(seen)), seen, strict=True)):
+    for k, (step, (logits, probabilities)) in enumerate(zip(unroll(exported.draft, batch, len(seen)), seen, strict=True)):
         counted = step.counts_R
         at, theirs = batch.rows_R[counted], (batch.rows_R + offsets)[counted]
         ours = exported.draft.lm_head(step.hidden_RD[counted])

@@ -147,15 +147,15 @@ def test_a_true_token_outside_the_draft_vocabulary_is_a_rejection() -> None:
     row = random_row("." + "s" * 30, 5)
     outside = torch.tensor([token for token in range(40) if token not in set(ids.tolist())])
     row.tokens[1:] = outside[row.tokens[1:].long() % len(outside)].int()
-    (found,) = simulate(draft, head.embedding, ids, make_batch([row], 3, torch.float32), 3)
+    (found,) = simulate(draft, ids, make_batch([row], head.embedding, 3, torch.float32), 3)
     assert found == Acceptance(29, (29, 0, 0), (0, 0, 0))
 
 
 def test_documents_of_a_batch_are_simulated_apart() -> None:
     draft, head, ids = random_draft(small_shape()), random_head(), random_ids()
     rows = [random_row(mask, seed) for seed, mask in enumerate([".sssssss", "...", "..ssss.sssss", "s"])]
-    packed = simulate(draft, head.embedding, ids, make_batch(rows, 3, torch.float32), 3)
-    alone = [simulate(draft, head.embedding, ids, make_batch([row], 3, torch.float32), 3)[0] for row in rows]
+    packed = simulate(draft, ids, make_batch(rows, head.embedding, 3, torch.float32), 3)
+    alone = [simulate(draft, ids, make_batch([row], head.embedding, 3, torch.float32), 3)[0] for row in rows]
     assert packed == alone
     assert [acceptance.rounds > 0 for acceptance in packed] == [True, False, True, False]
 
@@ -181,12 +181,12 @@ def test_a_tree_accepts_what_is_among_its_likeliest_and_a_chain_of_fewer_steps_i
     draft, head, ids = random_draft(small_shape()), random_head(), random_ids()
     row = random_row("." + "s" * 60, 5)
     row.tokens[1:] = ids[row.tokens[1:].long() % len(ids)].int()
-    (found,) = foresee(draft, head.embedding, ids, make_batch([row], 4, torch.float32), 4)
+    (found,) = foresee(draft, ids, make_batch([row], head.embedding, 4, torch.float32), 4)
     lengths = [[found.acceptance(k, width).length or 0 for k in (1, 2, 4)] for width in (1, 2, 4, len(ids))]
     assert all(one <= other for one, other in itertools.pairwise(lengths)) and lengths[0] < lengths[2]
     assert lengths[-1][0] == 2, "a tree of all tokens accepts every one"
     for k in (1, 2):
-        assert found.acceptance(k) == simulate(draft, head.embedding, ids, make_batch([row], k, torch.float32), k)[0]
+        assert found.acceptance(k) == simulate(draft, ids, make_batch([row], head.embedding, k, torch.float32), k)[0]
     far = Foreseen(torch.tensor([[3, FAR]]), torch.tensor([2]), torch.tensor([0]))
     assert [far.acceptance(2, width).accepted for width in (3, 4)] == [(0, 0), (1, 0)]
 

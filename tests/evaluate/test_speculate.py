@@ -91,12 +91,12 @@ def teach(draft: Draft, engine: TransformersEngine, answers: list[list[int]], id
         text = [*prompt, *answer]
         (states,) = engine.capture([text], [*draft.shape.aux_layers, spec.num_layers])
         rows.append(FeatureRow("", torch.tensor(text, dtype=torch.int32), torch.arange(len(text)) >= len(prompt), states[:, :3].clone(), states[:, 3].clone()))
-    batch = make_batch(rows, 4, torch.float32)
+    batch = make_batch(rows, head.embedding, 4, torch.float32)
     teacher = Teacher(head, ids, torch.float32, CPU)
     optimizer = make_optimizer(draft, TrainSection(optimizer="adamw", lr=5e-3), torch.float32)
     for _ in range(num_steps):
         optimizer.zero_grad()
-        loss_backward(unroll(draft, head.embedding, batch, 4), draft.lm_head, teacher, batch, Objective(0.8, float(len(batch.rows_R))))
+        loss_backward(unroll(draft, batch, 4), draft.lm_head, teacher, batch, Objective(0.8, float(len(batch.rows_R))))
         optimizer.step(1.0)
     draft.eval()
 
@@ -227,7 +227,7 @@ def test_a_sampled_text_is_simulated_exactly_and_a_draft_that_samples_as_sums_of
         p_RV = (head.logits(states_TLD[first + 1, 3]) / TEMPERATURE).softmax(-1)
         row = FeatureRow("", torch.tensor([*prompt, *decoded.tokens], dtype=torch.int32), torch.arange(len(prompt) + 12) >= len(prompt),
                          states_TLD[:, :3], states_TLD[:, 3])  # fmt: skip
-        (step,) = unroll(draft, setting.embedding, make_batch([row], 1, torch.float32), 1)
+        (step,) = unroll(draft, make_batch([row], head.embedding, 1, torch.float32), 1)
         q_RV = torch.zeros_like(p_RV)
         q_RV[:, setting.ids] = (draft.lm_head(step.hidden_RD) / TEMPERATURE).softmax(-1).detach()
         wanted.append(torch.minimum(p_RV, q_RV).sum(-1))

@@ -78,7 +78,7 @@ def test_float8_features_come_with_their_scales_and_are_decoded_on_the_device(tm
     write_shard(tmp_path, 0, rows)
     reader = FeatureReader(tmp_path)
     assert reader.row("b").aux.dtype == FLOAT8
-    batch = make_batch([reader.row(key) for key in "abc"], 2, torch.float32, 32).to(torch.device("cpu"))
+    batch = make_batch([reader.row(key) for key in "abc"], torch.zeros(100, 30), 2, torch.float32, 32).to(torch.device("cpu"))
     wanted = torch.cat([*truth, torch.zeros(17, 4, 30)])
     assert torch.equal(batch.aux, wanted[:, :-1]) and torch.equal(batch.last, wanted[:, -1]) and batch.scale is None
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from draft_helpers import random_row
+from draft_helpers import EMBEDDING, random_row
 
 from eyas.draft.attention import Document
 from eyas.features.shard import FeatureRow
@@ -34,9 +34,10 @@ def five_tokens() -> FeatureRow:
 
 
 def test_the_table_in_the_docstring_of_batch_holds_number_by_number() -> None:
-    batch = make_batch([five_tokens()], 5, torch.float32)
+    batch = make_batch([five_tokens()], EMBEDDING, 5, torch.float32)
     assert batch.aux[:, 0, 0].tolist() == [0, 1, 2, 3, 4]
     assert batch.next_T.tolist() == [11, 12, 13, 14, 0]
+    assert torch.equal(batch.embedded, EMBEDDING[batch.next_T])
     assert batch.label_T.tolist() == [12, 13, 14, 0, 0]
     assert batch.positions_T.tolist() == [0, 1, 2, 3, 4]
     assert countable_steps(five_tokens().supervised, 5).tolist() == [0, 2, 1, 0, 0]
@@ -45,7 +46,7 @@ def test_the_table_in_the_docstring_of_batch_holds_number_by_number() -> None:
 
 
 def test_the_alignment_table_of_the_design_holds_number_by_number() -> None:
-    batch = make_batch([five_tokens()], 2, torch.float32)
+    batch = make_batch([five_tokens()], EMBEDDING, 2, torch.float32)
     rows = dict(zip(batch.rows_R.tolist(), batch.num_steps_R.tolist(), strict=True))
     # row i=1 step 0: reads aux[1], emb(x2), predicts x3, counts; its teacher is last[2]
     assert (batch.aux[1, 0, 0], batch.next_T[1], batch.label_T[1], batch.last[1 + 1, 0]) == (1, 12, 13, 102)
@@ -73,14 +74,14 @@ def test_countable_steps_are_those_of_a_double_loop_over_random_masks() -> None:
 
 def test_no_step_counts_across_two_turns() -> None:
     """The token between two turns is the template's: no draft step may read or predict over it."""
-    batch = make_batch([random_row(".sss.ssss")], 7, torch.float32)
+    batch = make_batch([random_row(".sss.ssss")], EMBEDDING, 7, torch.float32)
     assert dict(zip(batch.rows_R.tolist(), batch.num_steps_R.tolist(), strict=True)) == {0: 2, 1: 1, 4: 3, 5: 2, 6: 1}
 
 
 @pytest.mark.parametrize("supervised", [".", "s", "..", "s.", ".s", ".....", "..s.."])
 def test_a_document_that_supervises_nothing_gives_positions_but_no_rows(supervised: str) -> None:
     row = random_row(supervised)
-    batch = make_batch([row], 3, torch.float32)
+    batch = make_batch([row], EMBEDDING, 3, torch.float32)
     assert batch.num_tokens == len(supervised) == len(batch.aux) == len(batch.last) == len(batch.label_T)
     assert batch.next_T.tolist() == [*row.tokens[1:].tolist(), 0]
     assert len(batch.rows_R) == len(batch.num_steps_R) == 0
@@ -89,9 +90,9 @@ def test_a_document_that_supervises_nothing_gives_positions_but_no_rows(supervis
 
 def test_packing_keeps_documents_apart() -> None:
     rows = [random_row(supervised, seed) for seed, supervised in enumerate([".sss", "s", "....", "sss", ".ss.ss"])]
-    packed = make_batch(rows, 3, torch.float32)
-    alone = [make_batch([row], 3, torch.float32) for row in rows]
-    for name in ("aux", "last", "next_T", "label_T", "positions_T", "num_steps_R"):
+    packed = make_batch(rows, EMBEDDING, 3, torch.float32)
+    alone = [make_batch([row], EMBEDDING, 3, torch.float32) for row in rows]
+    for name in ("aux", "last", "embedded", "next_T", "label_T", "positions_T", "num_steps_R"):
         assert torch.equal(getattr(packed, name), torch.cat([getattr(batch, name) for batch in alone])), name
     start = row_start = 0
     for doc, batch in zip(packed.documents, alone, strict=True):
@@ -103,11 +104,11 @@ def test_packing_keeps_documents_apart() -> None:
 
 def test_the_last_token_of_a_document_never_reads_the_first_of_the_next() -> None:
     first, second = random_row("sss", 1), random_row("sss", 2)
-    batch = make_batch([first, second], 3, torch.float32)
+    batch = make_batch([first, second], EMBEDDING, 3, torch.float32)
     assert batch.next_T.tolist() == [*first.tokens[1:].tolist(), 0, *second.tokens[1:].tolist(), 0]
     assert batch.label_T.tolist() == [*first.tokens[2:].tolist(), 0, 0, *second.tokens[2:].tolist(), 0, 0]
 
 
 def test_features_come_in_the_compute_dtype() -> None:
-    batch = make_batch([random_row(".sss")], 2, torch.bfloat16)
-    assert (batch.aux.dtype, batch.last.dtype, batch.next_T.dtype) == (torch.bfloat16, torch.bfloat16, torch.int64)
+    batch = make_batch([random_row(".sss")], EMBEDDING, 2, torch.bfloat16)
+    assert (batch.aux.dtype, batch.last.dtype, batch.embedded.dtype, batch.next_T.dtype) == (*[torch.bfloat16] * 3, torch.int64)

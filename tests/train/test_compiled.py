@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import plain_flash
 import pytest
 import torch
-from draft_helpers import random_draft, random_head, random_ids, random_row, small_shape
+from draft_helpers import EMBEDDING, random_draft, random_head, random_ids, random_row, small_shape
 from torch._dynamo.utils import counters
 
 import eyas.draft.flash
@@ -40,8 +40,8 @@ def test_batches_of_new_shapes_compile_nothing_anew(compiled: None) -> None:
     counters.clear()
     for masks in (["s" * 20], ["s" * 30, ".ssss", "s"], [".s" * 8 + "s" * 12] * 3, ["." * 40 + "s" * 50], ["s" * 13]):
         rows = [random_row(mask, seed) for seed, mask in enumerate(masks)]
-        batch = make_batch(rows, K, torch.float32, multiple=8, chunk=16)
-        loss_backward(unroll(draft, head.embedding, batch, K), draft.lm_head, teacher, batch, Objective(0.8, 10.0))
+        batch = make_batch(rows, EMBEDDING, K, torch.float32, multiple=8, chunk=16)
+        loss_backward(unroll(draft, batch, K), draft.lm_head, teacher, batch, Objective(0.8, 10.0))
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] > K, "all that is meant to be compiled was"
     assert graphs[1:] == graphs[:1] * 4

@@ -7,7 +7,19 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from draft_helpers import DRAFT_VOCAB, WIDTH, assert_same_gradients, gradients, random_draft, random_head, random_ids, random_row, relative_error, small_shape
+from draft_helpers import (
+    DRAFT_VOCAB,
+    EMBEDDING,
+    WIDTH,
+    assert_same_gradients,
+    gradients,
+    random_draft,
+    random_head,
+    random_ids,
+    random_row,
+    relative_error,
+    small_shape,
+)
 from torch.nn import functional as F
 
 from eyas.config import TrainSection
@@ -69,7 +81,7 @@ def plain_loss(
 @pytest.mark.parametrize("kind", ["soft", "lk"])
 def test_the_chunked_loss_equals_plain_torch(chunk: int, softcap: float | None, kind: Literal["soft", "lk"]) -> None:
     head, ids = random_head(softcap=softcap), random_ids()
-    batch = make_batch([random_row(mask, seed) for seed, mask in enumerate(MASKS)], K, torch.float32, chunk=chunk)
+    batch = make_batch([random_row(mask, seed) for seed, mask in enumerate(MASKS)], EMBEDDING, K, torch.float32, chunk=chunk)
     steps = some_steps(batch)
     hidden = [step.hidden_RD for step in steps]
     lm_head = random_lm_head()
@@ -110,7 +122,7 @@ def test_the_teacher_is_the_targets_distribution_renormalised_over_the_draft_voc
 @pytest.mark.parametrize("kind", ["soft", "lk"])
 def test_a_row_that_does_not_count_contributes_exactly_nothing(chunk: int, kind: Literal["soft", "lk"]) -> None:
     teacher = Teacher(random_head(), random_ids(), torch.float32, CPU)
-    batch = make_batch([random_row(mask, seed) for seed, mask in enumerate(MASKS)], K, torch.float32, chunk=chunk)
+    batch = make_batch([random_row(mask, seed) for seed, mask in enumerate(MASKS)], EMBEDDING, K, torch.float32, chunk=chunk)
     lm_head = random_lm_head()
     weight = lm_head.weight
     steps = some_steps(batch)
@@ -133,7 +145,7 @@ def test_a_row_that_does_not_count_contributes_exactly_nothing(chunk: int, kind:
 @pytest.mark.parametrize("chunk", [3, 1024])
 def test_loss_sums_count_rows_and_agreements_as_a_loop_does(chunk: int) -> None:
     head, ids = random_head(), random_ids()
-    batch = make_batch([random_row(mask, seed) for seed, mask in enumerate(MASKS)], K, torch.float32, chunk=chunk)
+    batch = make_batch([random_row(mask, seed) for seed, mask in enumerate(MASKS)], EMBEDDING, K, torch.float32, chunk=chunk)
     # Half of the rows are given the very direction of the teacher's best token, so that agreements are many but not all.
     draft_head = head.head[ids].clone()
     best = head.logits(batch.last)[:, ids].argmax(-1)
@@ -158,8 +170,8 @@ def test_loss_sums_count_rows_and_agreements_as_a_loop_does(chunk: int) -> None:
 
 def test_a_step_that_no_row_reaches_adds_nothing_and_breaks_nothing() -> None:
     draft, head = random_draft(small_shape()), random_head()
-    batch = make_batch([random_row(".ss")], K, torch.float32)
-    _, sums = loss_backward(unroll(draft, head.embedding, batch, K), draft.lm_head, Teacher(head, random_ids(), torch.float32, CPU), batch, Objective(0.8, 1.0))
+    batch = make_batch([random_row(".ss")], EMBEDDING, K, torch.float32)
+    _, sums = loss_backward(unroll(draft, batch, K), draft.lm_head, Teacher(head, random_ids(), torch.float32, CPU), batch, Objective(0.8, 1.0))
     assert sums.rows.tolist() == [1, 0, 0, 0]
     assert all(torch.isfinite(gradient).all() for gradient in gradients(draft).values())
 
@@ -208,7 +220,7 @@ def test_the_denominator_is_the_rows_that_count_at_step_0_of_the_whole_optimiser
     rows = [random_row(mask, seed) for seed, mask in enumerate([".ssssss", ".ss", "...sss"], start=60)]
     draft = random_draft(small_shape())
     found, num_rows, _ = step_gradients(rows, [1, 2], draft)
-    head, batch = random_head(), make_batch(rows, K, torch.float32)
+    head, batch = random_head(), make_batch(rows, EMBEDDING, K, torch.float32)
     assert num_rows[0] == len(batch.rows_R) == 5 + 1 + 2
-    loss_backward(unroll(draft, head.embedding, batch, K), draft.lm_head, Teacher(head, random_ids(), torch.float32, CPU), batch, Objective(0.8, 8.0))
+    loss_backward(unroll(draft, batch, K), draft.lm_head, Teacher(head, random_ids(), torch.float32, CPU), batch, Objective(0.8, 8.0))
     assert_same_gradients(found, gradients(draft), 1e-5)

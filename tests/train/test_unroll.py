@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from draft_helpers import WIDTH, assert_same_gradients, gradients, random_draft, random_head, random_ids, random_row, relative_error, small_shape
+from draft_helpers import EMBEDDING, WIDTH, assert_same_gradients, gradients, random_draft, random_head, random_ids, random_row, relative_error, small_shape
 
 from eyas.draft.attention import Document, cached_attention, unrolled_attention
 from eyas.draft.model import Draft, DraftCache
@@ -46,10 +46,10 @@ def test_unrolled_steps_equal_real_draft_steps_started_at_each_row(flags: tuple[
         num_attention_heads=heads[0], num_key_value_heads=heads[1], head_dim=heads[2], num_hidden_layers=layers, qk_norm=qk_norm,
         **dict(zip(FLAGS, flags, strict=True)),
     )  # fmt: skip
-    draft, embedding, row = random_draft(shape), random_head().embedding, random_row("..ssssss.sss")
-    batch = make_batch([row], K, torch.float32)
+    draft, embedding, row = random_draft(shape), EMBEDDING, random_row("..ssssss.sss")
+    batch = make_batch([row], EMBEDDING, K, torch.float32)
     found, wanted = [], []
-    steps = unroll(draft, embedding, batch, K)
+    steps = unroll(draft, batch, K)
     for r, (i, num_steps) in enumerate(zip(batch.rows_R.tolist(), batch.num_steps_R.tolist(), strict=True)):
         assert [bool(step.counts_R[r]) for step in steps] == [k < num_steps for k in range(K)]
         assert [int(step.at_R[r]) for step in steps[:num_steps]] == [i + k for k in range(num_steps)]
@@ -66,10 +66,10 @@ def test_unrolled_steps_equal_real_draft_steps_started_at_each_row(flags: tuple[
 
 def test_a_later_step_reads_the_true_token_and_not_the_next_but_one() -> None:
     """Were the comparison above blind to a shift, a shifted loop would pass too; it must not."""
-    draft, embedding, row = random_draft(small_shape()), random_head().embedding, random_row(".ssssss")
+    draft, embedding, row = random_draft(small_shape()), EMBEDDING, random_row(".ssssss")
     shifted = replace(row, tokens=row.tokens.roll(-1))
-    batch = make_batch([row], 2, torch.float32)
-    steps = unroll(draft, embedding, batch, 2)
+    batch = make_batch([row], EMBEDDING, 2, torch.float32)
+    steps = unroll(draft, batch, 2)
     for k in range(2):
         assert relative_error(steps[k].hidden_RD[1], real_steps(draft, embedding, row, 1, 2)[k]) < 1e-5
         assert relative_error(steps[k].hidden_RD[1], real_steps(draft, embedding, shifted, 1, 2)[k]) > 1e-2
@@ -77,20 +77,20 @@ def test_a_later_step_reads_the_true_token_and_not_the_next_but_one() -> None:
 
 def loss_of(draft: Draft, rows: list[FeatureRow], denominator: float, num_steps: int = K) -> torch.Tensor:
     head = random_head()
-    batch = make_batch(rows, num_steps, torch.float32)
+    batch = make_batch(rows, EMBEDDING, num_steps, torch.float32)
     teacher = Teacher(head, random_ids(), torch.float32, torch.device("cpu"))
-    return loss_backward(unroll(draft, head.embedding, batch, num_steps), draft.lm_head, teacher, batch, Objective(0.8, denominator))[0]
+    return loss_backward(unroll(draft, batch, num_steps), draft.lm_head, teacher, batch, Objective(0.8, denominator))[0]
 
 
 def test_packed_documents_equal_the_same_documents_alone() -> None:
-    draft, embedding = random_draft(small_shape()), random_head().embedding
+    draft = random_draft(small_shape())
     rows = [random_row(mask, seed) for seed, mask in enumerate([".ssss.sss", "s", "...", ".ss", "ssssssssss", "..s"], start=10)]
-    packed = make_batch(rows, K, torch.float32)
-    steps = unroll(draft, embedding, packed, K)
+    packed = make_batch(rows, EMBEDDING, K, torch.float32)
+    steps = unroll(draft, packed, K)
     for doc, row in zip(packed.documents, rows, strict=True):
         if doc.row_start == doc.row_end:
             continue
-        for step, alone in zip(steps, unroll(draft, embedding, make_batch([row], K, torch.float32), K), strict=True):
+        for step, alone in zip(steps, unroll(draft, make_batch([row], EMBEDDING, K, torch.float32), K), strict=True):
             here = step.hidden_RD[doc.row_start : doc.row_end]
             assert torch.equal(step.counts_R[doc.row_start : doc.row_end], alone.counts_R)
             assert relative_error(here[alone.counts_R], alone.hidden_RD[alone.counts_R]) < 1e-5
@@ -103,14 +103,14 @@ def test_packed_documents_equal_the_same_documents_alone() -> None:
 
 
 def test_nothing_in_one_document_moves_the_outputs_or_gradients_of_another() -> None:
-    draft, embedding = random_draft(small_shape()), random_head().embedding
+    draft = random_draft(small_shape())
     second = random_row(".ssssss", 21)
     outputs, grads = [], []
     for seed in (22, 23):
-        batch = make_batch([random_row(".sssss", seed), second, random_row("sss", seed + 10)], K, torch.float32)
+        batch = make_batch([random_row(".sssss", seed), second, random_row("sss", seed + 10)], EMBEDDING, K, torch.float32)
         batch.aux.requires_grad_()
         doc = batch.documents[1]
-        steps = unroll(draft, embedding, batch, K)
+        steps = unroll(draft, batch, K)
         here = torch.stack([step.hidden_RD[doc.row_start : doc.row_end] for step in steps])
         counts = torch.stack([step.counts_R[doc.row_start : doc.row_end] for step in steps])
         outputs.append(here[counts])
@@ -123,11 +123,11 @@ def test_nothing_in_one_document_moves_the_outputs_or_gradients_of_another() -> 
 
 
 def test_a_row_sees_no_position_behind_its_own() -> None:
-    draft, embedding, row = random_draft(small_shape()), random_head().embedding, random_row(".sssssssss")
-    batch = make_batch([row], K, torch.float32)
+    draft, row = random_draft(small_shape()), random_row(".sssssssss")
+    batch = make_batch([row], EMBEDDING, K, torch.float32)
     batch.aux.requires_grad_()
     for r, i in enumerate(batch.rows_R.tolist()):
-        steps = unroll(draft, embedding, batch, K)  # a backward uses up what the MLP has kept
+        steps = unroll(draft, batch, K)  # a backward uses up what the MLP has kept
         sum(step.hidden_RD[r].square().sum() for step in steps if step.counts_R[r]).backward()
         assert not batch.aux.grad[i + 1 :].any()
         assert batch.aux.grad[: i + 1].any(dim=(1, 2)).all()
@@ -295,11 +295,11 @@ def test_cached_attention_is_causal_over_what_is_cached_and_new(num_new: int) ->
 
 def test_recomputing_in_backward_changes_no_bit() -> None:
     rows = [random_row(mask, seed) for seed, mask in enumerate([".ssss.sss", "s", "...", ".ss", "ssssssssss", "..s"], start=70)]
-    batch, head = make_batch(rows, K, torch.float32), random_head()
+    batch = make_batch(rows, EMBEDDING, K, torch.float32)
     draft, weights = random_draft(small_shape(num_hidden_layers=2)), torch.randn(K, len(batch.rows_R), WIDTH)
     found, grads = [], []
     for recompute in (False, True):
-        hidden = torch.stack([step.hidden_RD for step in unroll(draft, head.embedding, batch, K, recompute)])
+        hidden = torch.stack([step.hidden_RD for step in unroll(draft, batch, K, recompute)])
         (hidden * weights).sum().backward()
         found.append(hidden)
         grads.append(gradients(draft))
@@ -337,11 +337,11 @@ def test_in_few_bits_loss_and_gradients_are_near_those_of_the_definition(name: s
     wanted = gradients(draft)
 
     draft.to(device)
-    head, batch = random_head(), make_batch(rows, K, torch.bfloat16, 128, 64).to(torch.device(device))
+    head, batch = random_head(), make_batch(rows, EMBEDDING, K, torch.bfloat16, 128, 64).to(torch.device(device))
     teacher = Teacher(head, random_ids(), torch.bfloat16, torch.device(device))
     if products == "float8":
         draft.multiply_in_float8()
-    steps = unroll(draft, head.embedding.to(device, torch.bfloat16), batch, K)
+    steps = unroll(draft, batch, K)
     loss, _ = loss_backward(steps, draft.lm_head, teacher, batch, Objective(0.8, 150.0))
     found = gradients(draft)
     assert abs(loss.item() - naive.item()) < loss_off * naive.item()

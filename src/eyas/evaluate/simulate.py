@@ -144,11 +144,11 @@ class Drawn:
 
 
 @torch.no_grad()
-def foresee(draft: Draft, embedding: torch.Tensor, ids: torch.Tensor, batch: Batch, num_draft_tokens: int, drawn: Drawn | None = None) -> list[Foreseen]:
-    """One a document of the batch. embedding [V, D] in the compute dtype, ids int64 [Vd] the draft vocabulary."""
-    place_V = torch.full((len(embedding),), -1, device=ids.device).scatter_(0, ids, torch.arange(len(ids), device=ids.device))
+def foresee(draft: Draft, ids: torch.Tensor, batch: Batch, num_draft_tokens: int, drawn: Drawn | None = None) -> list[Foreseen]:
+    """One a document of the batch. ids int64 [Vd] is the draft vocabulary."""
+    place_V = torch.full((draft.shape.vocab_size,), -1, device=ids.device).scatter_(0, ids, torch.arange(len(ids), device=ids.device))
     ranks, rates = [], []
-    for step in unroll(draft, embedding, batch, num_draft_tokens) if len(batch.rows_R) else []:
+    for step in unroll(draft, batch, num_draft_tokens) if len(batch.rows_R) else []:
         place_R = place_V[batch.label_T[step.at_R]]
         there_R = (place_R >= 0) & step.counts_R
         logits_RV, place_R = draft.lm_head(step.hidden_RD), place_R.clamp(min=0)
@@ -171,9 +171,9 @@ def rank_of(logits_RV: torch.Tensor, place_R: torch.Tensor) -> torch.Tensor:
     return ((logits_RV > own_R1) | ((logits_RV == own_R1) & before)).sum(1)
 
 
-def simulate(draft: Draft, embedding: torch.Tensor, ids: torch.Tensor, batch: Batch, num_draft_tokens: int) -> list[Acceptance]:
+def simulate(draft: Draft, ids: torch.Tensor, batch: Batch, num_draft_tokens: int) -> list[Acceptance]:
     """One Acceptance a document of the batch."""
-    return [found.acceptance(num_draft_tokens) for found in foresee(draft, embedding, ids, batch, num_draft_tokens)]
+    return [found.acceptance(num_draft_tokens) for found in foresee(draft, ids, batch, num_draft_tokens)]
 
 
 @dataclass(frozen=True)
@@ -201,6 +201,6 @@ class Simulator:
             sampled = counted(log_p_AV, tokens[len(prompt) :].long())
             drawn = Drawn(self.temperature, log_p_T.to(self.embedding.device))
         row = FeatureRow("", tokens, torch.arange(len(text)) >= len(prompt), states_TLD[:, :3], states_TLD[:, 3])
-        batch = make_batch([row], num_draft_tokens, self.embedding.dtype).to(self.embedding.device)
-        (found,) = foresee(self.exported.draft, self.embedding, self.exported.ids, batch, num_draft_tokens, drawn)
+        batch = make_batch([row], self.embedding, num_draft_tokens, self.embedding.dtype).to(self.embedding.device)
+        (found,) = foresee(self.exported.draft, self.exported.ids, batch, num_draft_tokens, drawn)
         return replace(found, sampled=sampled)

@@ -137,7 +137,7 @@ def _trained(config: RunConfig, spec: TargetSpec, share: float, length: int, sto
         use_float8(draft, device)
     optimizer = make_optimizer(draft, config.train, dtype)
     teacher = Teacher(head, ids, dtype, device)
-    materials = Materials(FeatureReader(store / "features"), [], [], head.embedding.to(device, dtype), teacher, ids.to(device), dtype, device)
+    materials = Materials(FeatureReader(store / "features"), [], [], head.embedding.to(dtype), teacher, ids.to(device), dtype, device)
     per_batch = max(1, config.train.tokens_per_batch // length)
     num_batches = max(1, config.train.tokens_per_step // config.train.tokens_per_batch)
     rows = [
@@ -149,7 +149,7 @@ def _trained(config: RunConfig, spec: TargetSpec, share: float, length: int, sto
     ]  # fmt: skip
 
     def step() -> None:
-        batch = make_batch(rows, config.train.unroll_steps, dtype, SHAPE_MULTIPLE, loss_chunk(device)).to(device)
+        batch = make_batch(rows, materials.embedding, config.train.unroll_steps, dtype, SHAPE_MULTIPLE, loss_chunk(device)).to(device)
         optimizer_step(draft, optimizer, materials, config.train, Step([batch] * num_batches, float(len(rows) * length)), 1.0)
 
     step()

@@ -74,8 +74,10 @@ def training_memory(config: RunConfig, spec: TargetSpec, shape: DraftShape, hard
     kept = kept if hardware.count else int(CPU_ACTIVATIONS * kept)
     activations = int(batch * share * (kept + 2 * wide * width * (steps - 1) if train.recompute else kept * steps)) + batch * wide * (8 * width)
     logits = loss_chunk(device) * steps * shape.draft_vocab_size * LOGIT_BYTES[device.type]
-    features = batch * 4 * width * max(2, wide) * (3 if hardware.count else 1)
-    frozen = wide * width * (spec.vocab_size + shape.draft_vocab_size) + (0 if hardware.count else 4 * spec.vocab_size * width * (1 if spec.tied else 2))
+    features = batch * 5 * width * max(2, wide) * (3 if hardware.count else 1)  # three aux layers, the last, the embedding
+    # A GPU holds the head's rows alone; embeddings are looked up where rows are packed.
+    frozen = wide * width * (shape.draft_vocab_size + (0 if hardware.count else spec.vocab_size))
+    frozen += 0 if hardware.count else 4 * spec.vocab_size * width * (1 if spec.tied else 2)
     need = weights + activations + logits + features + frozen + int(OVERHEAD if hardware.count else PROCESS)
     parts = {"weights, gradients, moments": weights, "activations": activations, "logits": logits, "features": features, "target's rows": frozen}
     return {"need": need, "room": hardware.bytes, "parts": parts, "parameters": count}

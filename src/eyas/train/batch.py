@@ -38,9 +38,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Batch:
-    """aux [T, A, D] and last [T, D] as stored, with the scales of float8 [T, A + 1], and once `to` a device in `dtype`, in which the draft computes; next_T,
-    label_T, positions_T int64; rows_R int64 ascending; num_steps_R int64 in 1..K, 0 for rows of padding; starts int32 [N + 1] where documents begin, and
-    the end; longest: tokens of the longest document.
+    """aux [T, A, D] and last [T, D] as stored, with the scales of float8 [T, A + 1], and once `to` a device in `dtype`, in which the draft computes; embedded
+    [T, D] in `dtype`, the target's embedding of next_T; next_T, label_T, positions_T int64; rows_R int64 ascending; num_steps_R int64 in 1..K, 0 for rows
+    of padding; starts int32 [N + 1] where documents begin, and the end; longest: tokens of the longest document.
 
     next_T and label_T hold 0 where their document has no such token; no row that counts reads them there.
 
@@ -50,6 +50,7 @@ class Batch:
 
     aux: torch.Tensor
     last: torch.Tensor
+    embedded: torch.Tensor
     next_T: torch.Tensor
     label_T: torch.Tensor
     positions_T: torch.Tensor
@@ -115,9 +116,12 @@ def countable_steps(supervised_T: torch.Tensor, num_steps: int) -> torch.Tensor:
     return (ahead_T - 1).clamp(0, num_steps)
 
 
-def make_batch(rows: Sequence[FeatureRow], num_steps: int, dtype: torch.dtype, multiple: int = 1, chunk: int = 1024, pin: bool = False) -> Batch:
+def make_batch(
+    rows: Sequence[FeatureRow], embedding: torch.Tensor, num_steps: int, dtype: torch.dtype, multiple: int = 1, chunk: int = 1024, pin: bool = False
+) -> Batch:  # fmt: skip
     """Packs whole rows, each a document of its own.
 
+    embedding: [V, D], the target's. It is looked up here, wherever it is, so that a GPU need not hold it: a gigabyte at 128,256 x 4,096.
     multiple: positions and rows are filled up to a multiple of it by one more document, of zeros, whose rows have num_steps 0 and so never count.
     Matrix libraries prepare anew for every shape they have not met; with few shapes a training step on the CPU is
     1.2 times as fast (benchmarks/train_step_cpu.py).
@@ -147,7 +151,9 @@ def make_batch(rows: Sequence[FeatureRow], num_steps: int, dtype: torch.dtype, m
         documents.append(Document(start, start + more, row_start, row_start + more_rows))
     aux, last, scale = (_packed([getattr(row, name) for row in rows], more, pin) for name in ("aux", "last", "scale"))
     assert aux is not None and last is not None
-    rows_R, num_tokens = torch.cat(indices), documents[-1].end
+    rows_R, num_tokens, read_T = torch.cat(indices), documents[-1].end, torch.cat(next_T)
+    embedded = torch.empty(num_tokens, embedding.shape[1], dtype=embedding.dtype, device=embedding.device, pin_memory=pin)
+    torch.index_select(embedding, 0, read_T.to(embedding.device), out=embedded)
     row_of_T = torch.full((num_tokens,), len(rows_R))
     row_of_T[rows_R] = torch.arange(len(rows_R))
     asked_T = torch.zeros(num_tokens, dtype=torch.bool)
@@ -159,7 +165,8 @@ def make_batch(rows: Sequence[FeatureRow], num_steps: int, dtype: torch.dtype, m
         last=last if scale is not None else last.to(dtype),
         scale=scale,
         dtype=dtype,
-        next_T=torch.cat(next_T),
+        embedded=embedded.to(dtype),
+        next_T=read_T,
         label_T=torch.cat(label_T),
         positions_T=torch.cat(positions_T),
         rows_R=rows_R,

@@ -47,7 +47,8 @@ def loss_chunk(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Materials:
-    """All that training reads. embedding [V, D] and teacher in the compute dtype on the device; ids int64 [Vd] the draft vocabulary."""
+    """All that training reads. embedding [V, D] in the compute dtype on the CPU, where rows are packed, teacher in
+    that dtype on the device; ids int64 [Vd] the draft vocabulary."""
 
     reader: FeatureReader | StreamedFeatures
     train_keys: Sequence[str]
@@ -147,7 +148,7 @@ def steps_of(materials: Materials, section: TrainSection, schedule: Sequence[lis
 
     def pack(rows: list[FeatureRow]) -> Batch:
         cuda = materials.device.type == "cuda"
-        return make_batch(rows, section.unroll_steps, materials.dtype, SHAPE_MULTIPLE, loss_chunk(materials.device), pin=cuda)
+        return make_batch(rows, materials.embedding, section.unroll_steps, materials.dtype, SHAPE_MULTIPLE, loss_chunk(materials.device), pin=cuda)
 
     for part in materials.reader.parts(schedule, whole):
         yield from feed(part, materials.reader.row, pack, materials.device)
@@ -175,7 +176,7 @@ def optimizer_step(draft: Draft, optimizer: Optimizers, materials: Materials, se
 
 def backward(draft: Draft, materials: Materials, batch: Batch, section: TrainSection, denominator: float) -> LossSums:
     """Adds the batch's gradients to those of the draft."""
-    steps = unroll(draft, materials.embedding, batch, section.unroll_steps, section.recompute)
+    steps = unroll(draft, batch, section.unroll_steps, section.recompute)
     objective = Objective(section.step_weight, denominator, section.loss)
     return loss_backward(steps, draft.lm_head, materials.teacher, batch, objective)[1]
 
@@ -214,8 +215,8 @@ def holdout_acceptance(draft: Draft, materials: Materials, section: TrainSection
     total, world = nothing(section.unroll_steps), materials.world
     for keys in pack(materials.holdout_keys, materials.reader.lengths, section.tokens_per_batch)[world.rank :: world.size]:
         rows: list[FeatureRow] = [materials.reader.row(key) for key in keys]
-        batch = make_batch(rows, section.unroll_steps, materials.dtype).to(materials.device)
-        for acceptance in simulate(draft, materials.embedding, materials.ids, batch, section.unroll_steps):
+        batch = make_batch(rows, materials.embedding, section.unroll_steps, materials.dtype).to(materials.device)
+        for acceptance in simulate(draft, materials.ids, batch, section.unroll_steps):
             total = total + acceptance
     rounds, *accepted = world.total([total.rounds, *total.accepted])
     return 1 + sum(accepted) / rounds if rounds else None
@@ -226,9 +227,9 @@ def holdout_agreement(draft: Draft, materials: Materials, section: TrainSection)
     """Of the first draft step over some held-out rows, the share whose likeliest token is the teacher's, and the share where it is the text's."""
     keys = next(iter(pack(materials.holdout_keys, materials.reader.lengths, section.tokens_per_batch)), [])
     rows: list[FeatureRow] = [materials.reader.row(key) for key in keys]
-    if not rows or len((batch := make_batch(rows, 1, materials.dtype).to(materials.device)).rows_R) == 0:
+    if not rows or len((batch := make_batch(rows, materials.embedding, 1, materials.dtype).to(materials.device)).rows_R) == 0:
         return 0.0, 0.0
-    (step,) = unroll(draft, materials.embedding, batch, 1)
+    (step,) = unroll(draft, batch, 1)
     said_R = draft.lm_head(step.hidden_RD).argmax(-1)
     taught_R = materials.teacher.logits(batch.last[step.at_R + 1]).argmax(-1)
     return float((said_R == taught_R).float().mean()), float((materials.ids[said_R] == batch.label_T[step.at_R]).float().mean())

@@ -103,7 +103,7 @@ def train_rank(context: Context, world: World) -> None:
         reader=reader,
         train_keys=[row.key for row in rows if not row.holdout],
         holdout_keys=[row.key for row in rows if row.holdout],
-        embedding=head.embedding.to(device, dtype),
+        embedding=head.embedding.to(dtype),
         teacher=Teacher(head, ids, dtype, device),
         ids=ids.to(device),
         dtype=dtype,

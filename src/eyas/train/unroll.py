@@ -37,8 +37,8 @@ class StepOutput:
 Own = list[tuple[list[torch.Tensor], list[torch.Tensor]]]  # per layer: own keys and own values of the steps so far, [R, G, d] each
 
 
-def unroll(draft: Draft, embedding: torch.Tensor, batch: Batch, num_steps: int, recompute: bool = False) -> list[StepOutput]:
-    """embedding [V, D] is the target's, in the compute dtype. Keys and values of step 0 are computed for all positions, the rest for rows alone.
+def unroll(draft: Draft, batch: Batch, num_steps: int, recompute: bool = False) -> list[StepOutput]:
+    """Keys and values of step 0 are computed for all positions, the rest for rows alone.
 
     Of a draft with several layers, step 0 of all but the last is computed for all positions: the next layer's keys there hang on it.
     recompute: backward computes each step again from its hidden state, instead of keeping all that it needs from the way forward.
@@ -47,7 +47,7 @@ def unroll(draft: Draft, embedding: torch.Tensor, batch: Batch, num_steps: int, 
     # Of more than one layer, step 0 of the first asks for all positions, and so may all steps.
     whose_queries = Chosen(batch, everywhere=bool(later_layers))
     whose_keys = Chosen(batch, everywhere=True)
-    embedded = first_layer.embed(F.embedding(batch.next_T, embedding), whose_queries.positions)
+    embedded = first_layer.embed(batch.embedded, whose_queries.positions)
     hidden_TD = draft.fuse(batch.aux)
     cos_sin = draft.rope(batch.positions_T)
     rows = Selection(batch.rows_R, batch.row_of_T)
