@@ -5,13 +5,15 @@
 Shapes have no weight files: vLLM fills in made-up weights. Plain: vLLM as it comes (compiled, chunked prefill), asked to read the rows and write one token.
 Eyas: the engine of `eyas extract`, eager with taps, until the last shard is synced, hashed, proved (the arithmetic of the proof, with a made-up head)
 and entered in the index (and then removed). Both are timed after a first, uncounted pass over an
-eighth of the rows. Printed: tokens/s of both, their ratio, GB/s written.
+eighth of the rows. Printed: tokens/s of both, their ratio, GB/s written; on a GPU also the memory that `eyas plan` foretells beside cache and states, and that
+by vLLM's own account.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import tempfile
@@ -21,12 +23,15 @@ from typing import Any
 
 import torch
 
-from eyas.config import TargetSection
+from eyas.config import RunConfig, TargetSection
 from eyas.features.capture import finished
 from eyas.features.index import enter, open_index
 from eyas.features.shard import open_shard
+from eyas.foresight.hardware import Hardware
+from eyas.foresight.memory import extraction_memory
+from eyas.foresight.size import size_of
 from eyas.target.embeddings import TargetHead
-from eyas.target.spec import TargetSpec
+from eyas.target.spec import TargetSpec, read_spec
 from eyas.target.vllm_engine import Row, VllmEngine
 
 LLAMA_8B = {
@@ -115,6 +120,7 @@ def main() -> None:
     try:
         plain = [] if options.skip_plain else run_plain(options, work, rows)
         ours, gigabytes, start_seconds = run_eyas(options, config, work, rows)
+        foretold = memory(options, read_spec(work / "target", need_weights=False)) if torch.cuda.is_available() else ""
     finally:
         shutil.rmtree(work)
     print(f"{options.shape}: {config['num_hidden_layers']} layers of width {config['hidden_size']}, {options.rows} rows of {options.length} tokens")
@@ -123,7 +129,28 @@ def main() -> None:
             print(f"  {name:6} {' '.join(f'{num_tokens / s:10,.0f}' for s in seconds)} tokens/s")
     if plain:
         print(f"  ratio of the best: {min(plain) / min(ours):.3f}")
-    print(f"  written: {gigabytes / min(ours):.2f} GB/s, {gigabytes:.1f} GB a pass; the engine started in {start_seconds:.0f} s")
+    print(f"  written: {gigabytes / min(ours):.2f} GB/s, {gigabytes:.1f} GB a pass; the engine started in {start_seconds:.0f} s{foretold}")
+
+
+def memory(options: argparse.Namespace, spec: TargetSpec) -> str:
+    """What plan foretells of a GPU, beside the cache and the states that are taken out, and what vLLM said when it had loaded and tried the model."""
+    log, total = Path("eyas-engine.log").read_text(), torch.cuda.get_device_properties(0).total_memory
+    loaded, cache = (float(re.findall(words + r" ([\d.]+) GiB", log)[-1]) * 2**30 for words in ("Model loading took", "Available KV cache memory:"))
+    config = RunConfig.model_validate(
+        {
+            "run": {"folder": "."}, "data": {"conversations": ["-"], "max_length": options.length},
+            "target": {"path": str(spec.path), "engine": "vllm", "python": options.python, "tensor_parallel": options.tensor_parallel,
+                       "max_batched_tokens": options.batched_tokens},
+        }
+    )  # fmt: skip
+    size = size_of(spec)
+    assert size is not None
+    found = extraction_memory(config, spec, size.bytes, Hardware("", 1, total))
+    parts = found["parts"]
+    return (
+        f"\n  memory of a GPU: weights {parts['weights'] / 1e9:.2f} GB foretold, {loaded / 1e9:.2f} loaded; all but cache and states "
+        f"{(found['need'] - parts['states'] - parts['cache']) / 1e9:.1f} GB foretold, {(options.memory * total - cache) / 1e9:.1f} by vLLM's account"
+    )
 
 
 def run_plain(options: argparse.Namespace, work: Path, rows: list[torch.Tensor]) -> list[float]:

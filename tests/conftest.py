@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[1]
 VLLM_PYTHON = Path(os.environ.get("EYAS_VLLM_PYTHON") or ROOT / ".venv-vllm" / "bin" / "python")
 VLLM_DTYPE, VLLM_ERROR = torch.float32, 1e-5  # relative
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # vLLM's kernels on a GPU: else they round float32 to 11 bits before they multiply
-SOURCE = str(Path(eyas.__file__).parents[1])  # for processes that tests start: the same Eyas as here
+# PYTHONPATH for processes that tests start: the same Eyas as here, and what came by that way
+SOURCE = os.pathsep.join(filter(None, (str(Path(eyas.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
