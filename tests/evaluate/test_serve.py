@@ -26,7 +26,7 @@ from eyas.errors import UserError
 from eyas.evaluate.prompts import Prompt
 from eyas.evaluate.report import report
 from eyas.evaluate.run import evaluation_dtype, settings
-from eyas.evaluate.serve import Server, cause_of_death, flags, free_port, read_counters, server_arguments
+from eyas.evaluate.serve import Server, flags, free_port, read_counters, server_arguments
 from eyas.evaluate.served import PARTS, Parts, plan_passes, serve_passes, summarise
 from eyas.evaluate.simulate import Acceptance
 from eyas.progress import Reporter
@@ -74,27 +74,6 @@ def test_extra_changes_what_it_may_and_nothing_that_the_measurement_rests_on() -
     assert not {"host", "disable_log_stats", "speculative_config", "trust_remote_code"} & found.keys()
     drafted = server_arguments(TargetSection(path="m", trust_remote_code=True), Path("m"), "float32", 50, Path("d"), 4)
     assert drafted["speculative_config"] == {"method": "eagle3", "model": "d", "num_speculative_tokens": 4} and drafted["trust_remote_code"] is True
-
-
-ENGINE_LOG = """\
-INFO a
-(EngineCore pid=7) ERROR 01-01 [core.py:3] ValueError: no room for the cache.
-(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above.
-"""
-
-
-@pytest.mark.parametrize(
-    ("log", "cause"),
-    [
-        (ENGINE_LOG, "ValueError: no room for the cache"),
-        ("usage: api_server.py\napi_server.py: error: unrecognized arguments: --sizes\n", "error: unrecognized arguments: --sizes"),
-        ("\x1b[31mtorch.OutOfMemoryError: CUDA out of memory\x1b[0m\nbye\n", "torch.OutOfMemoryError: CUDA out of memory"),
-        ("loading\nKilled\n\n", "Killed"),
-        ("", "it printed nothing"),
-    ],
-)
-def test_the_cause_is_the_last_error_that_does_not_point_at_another(log: str, cause: str) -> None:
-    assert cause_of_death(log) == cause
 
 
 def server(python: str | Path, folder: Path) -> Server:

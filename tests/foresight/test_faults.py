@@ -162,6 +162,10 @@ FAULTS = [
     ),
     Fault("more ranks than GPUs", "plan", ["target.tensor_parallel = 4", "1 GPUs"], vllm(tensor_parallel=4), words=("--gpus", "1xH200")),
     Fault("pipeline parallel", "plan", ["pipeline_parallel_size"], vllm(extra={"pipeline_parallel_size": 2})),
+    Fault(
+        "a cache that holds no whole row", "plan", ["kv_cache_memory_bytes = 4,096", "data.max_length + 1", "Raise it"],
+        vllm(extra={"kv_cache_memory_bytes": 4096}),
+    ),
     Fault("a GPU too small for the target", "plan", ["extract needs", "24"], vllm(), LARGE, without("model.safetensors"), words=("--gpus", "1xRTX 4090")),
     Fault("a GPU too small for training", "plan", ["train needs", "tokens_per_batch"], {"train": {"tokens_per_batch": 1 << 26}}, words=("--gpus", "1xH200")),
     Fault("a GPU that nobody knows", "plan", ["8xH2000", "did you mean H200"], words=("--gpus", "8xH2000")),

@@ -25,6 +25,7 @@ from eyas.config import TargetSection
 from eyas.errors import UserError
 from eyas.evaluate.simulate import Acceptance
 from eyas.progress import clock
+from eyas.target.vllm_log import cause_of_death
 
 LEASH = Path(__file__).with_name("leash.py")
 SILENT_SECONDS = 1800.0  # a start that prints nothing for so long is given up; one that prints may take hours
@@ -33,8 +34,6 @@ TRIES = 3  # ports; another process may take one between our choice and vLLM's s
 # What the measurement rests on, or what Eyas says itself: target.extra does not change it.
 OWN = ("host", "port", "served_model_name", "api_key", "speculative_config", "enable_prefix_caching", "disable_log_stats")
 COUNTER = re.compile(r"^vllm:spec_decode_(num_drafts|num_accepted_tokens_per_pos)(?:_total)?(?:\{(.*)\})? (\S+)$", re.MULTILINE)
-FAULT = re.compile(r"((?:[\w.]*(?:Error|Exception)|\berror): .+)$")
-WRAPPERS = ("Engine core initialization failed", "See root cause above", "EngineDeadError", "EngineCore encountered an issue")
 
 
 class PortTaken(Exception):
@@ -89,14 +88,6 @@ def read_counters(text: str, num_draft_tokens: int) -> Acceptance | None:
 def between(after: Acceptance, before: Acceptance) -> Acceptance:
     """What was counted from one reading to a later one."""
     return after + Acceptance(-before.rounds, tuple(-count for count in before.drafted), tuple(-count for count in before.accepted))
-
-
-def cause_of_death(log: str) -> str:
-    """The line of vLLM's log that names the fault, without what stands before it: the last error that does not merely point at another."""
-    lines = [re.sub(r"\x1b\[[\d;]*m", "", line).strip() for line in log.splitlines()]
-    faults = [found[1] for line in lines if (found := FAULT.search(line)) and not any(wrapper in line for wrapper in WRAPPERS)]
-    last = (faults or [line for line in lines if line] or ["it printed nothing"])[-1]
-    return (last if len(last) <= 300 else last[:297] + "...").rstrip(".)")
 
 
 def free_port() -> int:

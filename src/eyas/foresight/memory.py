@@ -42,13 +42,19 @@ def extraction_memory(config: RunConfig, spec: TargetSpec, weights: int, hardwar
     intermediate = spec.text_config.get("intermediate_size") or 4 * width
     forward = wide * tokens * (3 * width + 2 * intermediate // ranks)
     states = (2 if hardware.count else 1) * 4 * tokens * width * wide  # as the layers leave them, and on a GPU as they are stored
-    cache = cache_bytes(spec.text_config, spec.num_layers) * (config.data.max_length + 1) // (1 if "kv_lora_rank" in spec.text_config else ranks)
+    cache = row_cache(config, spec)
     head = 0 if hardware.count else 4 * spec.vocab_size * width * (1 if spec.tied else 2)  # float32, for the proof of capture
     need = weights // ranks + forward + states + cache + head + int(OVERHEAD if hardware.count else PROCESS)
     room = hardware.bytes
     if config.target.engine == "vllm" and hardware.count:
         room = int(room * config.target.gpu_memory_utilization)
     return {"need": need, "room": room, "parts": {"weights": weights // ranks, "forward": forward, "states": states, "cache": cache, "head": head}}
+
+
+def row_cache(config: RunConfig, spec: TargetSpec) -> int:
+    """Bytes of one rank's keys and values of the longest row. Ranks share heads; of latent attention each keeps all."""
+    ranks = config.target.tensor_parallel if config.target.engine == "vllm" and "kv_lora_rank" not in spec.text_config else 1
+    return cache_bytes(spec.text_config, spec.num_layers) * (config.data.max_length + 1) // ranks
 
 
 def training_memory(config: RunConfig, spec: TargetSpec, shape: DraftShape, hardware: Hardware, tokens: Tokens | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from eyas.features.capture import token_bytes
 from eyas.features.stream import gpus_to_train_on, quota
 from eyas.foresight.finding import Finding, Level
 from eyas.foresight.hardware import Hardware
-from eyas.foresight.memory import extraction_memory, in_turns, too_much, training_memory
+from eyas.foresight.memory import extraction_memory, in_turns, row_cache, too_much, training_memory
 from eyas.foresight.size import Size, describe_quantization, experts_used, num_experts, size_of
 from eyas.foresight.tokens import Tokens, estimate
 from eyas.prepare.chat import Chat, load_chat
@@ -201,6 +201,11 @@ def _of_settings(config: RunConfig, spec: TargetSpec, hardware: Hardware) -> lis
         if target.extra.get("pipeline_parallel_size", 1) != 1:
             words = "target.extra.pipeline_parallel_size spreads the layers over processes, and features come from one"
             found.append(Finding("pipeline parallel", "fail", words, "Use target.tensor_parallel."))
+        cache, need = target.extra.get("kv_cache_memory_bytes"), row_cache(config, spec)
+        if isinstance(cache, int) and cache < need:
+            words = f"target.extra.kv_cache_memory_bytes = {cache:,}, and keys and values of one row of data.max_length + 1 tokens take {need:,}"
+            less = bool({*text.get("layer_types", [])} - {"full_attention"}) or any("mamba" in key for key in text)  # layers that keep less than a whole row
+            found.append(Finding("cache", "warn" if less else "fail", words, "Raise it to that or more, or leave it out."))
     elif spec.quantization:
         words = f"the target is quantised ({describe_quantization(spec.quantization)}), which transformers runs slowly, if at all"
         found.append(Finding("engine", "warn", words, 'Set target.engine = "vllm".'))

@@ -33,6 +33,7 @@ from eyas.features.codec import relative_rounding
 from eyas.features.shard import OpenShard, open_shard
 from eyas.target.engine import Answer, Filled, Sampling
 from eyas.target.spec import TargetSpec
+from eyas.target.vllm_log import cause_of_death, points_elsewhere
 from eyas.target.worker_process import Failed, Lost, WorkerProcess
 
 Mode = Literal["capture", "generate"]
@@ -333,7 +334,10 @@ class VllmEngine:
         return sign
 
     def _error(self, during: str, error: Exception, times: str = "") -> UserError:
-        return UserError(f"vLLM failed while {during}{times}: {error}. Its log is {self.log}; mend what it names, then run the same command again.")
+        words = str(error)
+        if points_elsewhere(words):
+            words = cause_of_death(self.log.read_text(errors="replace"))
+        return UserError(f"vLLM failed while {during}{times}: {words}. Its log is {self.log}; mend what it names, then run the same command again.")
 
     def _stop(self, seconds: float) -> None:
         if self.process is not None:
