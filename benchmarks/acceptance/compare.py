@@ -94,15 +94,15 @@ def written(run: Run, options: argparse.Namespace, path: Path) -> dict[str, list
         found = read_prompts([source], 1 << 30, chat, spec.max_length - options.answer_tokens)
         prompts += [(name, prompt) for prompt in found[: options.per_set]]
     texts = {}
+    engine = open_engine(run.config, spec, path.with_name("engine.log"), lambda line: None)
     for name, temperature in TEMPERATURES.items():
-        engine = open_engine(run.config, spec, path.with_name("engine.log"), lambda line: None)
         answers = []
         for start in range(0, len(prompts), 256):
             part = [prompt.tokens for _, prompt in prompts[start : start + 256]]
             answers += engine.generate(part, Sampling(options.answer_tokens, temperature, 1.0, 0))
-        engine.close()
         pairs = zip(prompts, answers, strict=True)
         texts[name] = [{"set": set_name, "prompt": prompt.tokens, "answer": answer.tokens} for (set_name, prompt), answer in pairs]
+    engine.close()
     write_json(path, texts)
     return texts
 
