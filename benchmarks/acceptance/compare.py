@@ -1,15 +1,16 @@
 """The same target, the same features, the same tokens or the same seconds: how many tokens do the drafts of different trainers get accepted?
 
     python benchmarks/acceptance/compare.py RUN.toml --prompts mt_bench.jsonl humaneval.jsonl gsm8k.jsonl (--seconds 60 | --epochs 3)
-        [--seeds 0 1] [--contender 'NAME=SCRIPT ARGUMENTS' ...] [--per-set 160] [--answer-tokens 256] [--serve 3 7]
+        [--seeds 0 1] [--contender 'NAME=SCRIPT ARGUMENTS' or 'NAME=FOLDER' ...] [--per-set 160] [--answer-tokens 256] [--serve 3 7]
 
-RUN.toml must have been run up to `vocab`. Each contender trains in a process of its own (eyas_train.py, speculators_train.py, specforge_train.py: the same
-rows, the same clock, each with its own code and its documented settings) and writes its draft in the form that vLLM loads. All are measured alike: over the
-target's own answers to the prompts, written once by the run file's engine, greedily and at temperature 1, the rounds with 3, 5 and 7 draft tokens are
-simulated from the target's states. --serve also serves each draft of the first seed with so many draft tokens in the vLLM of the run file's target.python,
-and reads its counters.
+RUN.toml must have been run up to `vocab`. A contender that is a folder is a finished draft, and is measured as it is. Each other one trains in a process of
+its own (eyas_train.py, speculators_train.py, specforge_train.py: the same rows, the same clock, each with its own code and its documented settings) and writes
+its draft in the form that vLLM loads. All are measured alike: over the target's own answers to the prompts, written once by the run file's engine, greedily
+and at temperature 1, the rounds with 3, 5 and 7 draft tokens are simulated from the target's states. --serve also serves each draft of the first seed with so
+many draft tokens in the vLLM of the run file's target.python, and reads its counters.
 
-Prints a line for each draft as it is done, then a table over seeds, and writes everything to RUN_FOLDER/acceptance/. Work that is there is not done again.
+Prints a line for each draft as it is done, then a table over seeds, and writes everything to RUN_FOLDER/acceptance/. What is there is not done
+again; finished drafts are.
 """
 
 from __future__ import annotations
@@ -68,16 +69,21 @@ def main() -> None:
     for seed in options.seeds:
         for contender in options.contender or CONTENDERS:
             name, command = contender.split("=", 1)
-            draft = folder / f"{name}-{'-'.join(budget).strip('-')}-seed-{seed}"
-            if not (draft / "result.json").exists():
-                trained = train(run, command, draft, [*budget, "--seed", f"{seed}"])
-                write_json(draft / "result.json", {"name": name, "seed": seed, **trained, "lengths": measured(run, draft, texts, states)})
-            found = read_json(draft / "result.json")
+            finished = Path(command).is_dir()
+            if finished and seed != options.seeds[0]:
+                continue
+            result = folder / (name if finished else f"{name}-{'-'.join(budget).strip('-')}-seed-{seed}") / "result.json"
+            draft = Path(command) if finished else result.parent
+            if finished or not result.exists():  # what stands in that folder may have changed
+                result.parent.mkdir(exist_ok=True)
+                trained = {} if finished else train(run, command, draft, [*budget, "--seed", f"{seed}"])
+                write_json(result, {"name": name, "seed": seed, **trained, "lengths": measured(run, draft, texts, states)})
+            found = read_json(result)
             for number in options.serve if seed == options.seeds[0] else []:
                 key = f"served with {number}"
                 if key not in found:
-                    found[key] = served(run, draft, texts["greedy"], number, options.answer_tokens)
-                    write_json(draft / "result.json", found)
+                    found[key] = served(run, draft, texts["greedy"], number, options.answer_tokens, result.with_name("server.log"))
+                    write_json(result, found)
             results.append(found)
             tell(found)
     table(results)
@@ -147,14 +153,14 @@ def measured(run: Run, draft: Path, texts: dict[str, list[dict[str, Any]]], stat
     return found
 
 
-def served(run: Run, draft: Path, rows: list[dict[str, Any]], num_draft_tokens: int, answer_tokens: int) -> dict[str, Any]:
+def served(run: Run, draft: Path, rows: list[dict[str, Any]], num_draft_tokens: int, answer_tokens: int, log: Path) -> dict[str, Any]:
     """What vLLM's own counters say over the same prompts, by set, and in the mean of the sets."""
     target, stops = run.config.target, list(run.spec.stop_ids)
     dtype = str(resolve_dtype(target.dtype, resolve_device(target.device))).removeprefix("torch.")
     longest = max(len(row["prompt"]) for row in rows) + answer_tokens + num_draft_tokens + 1
     arguments = server_arguments(target, run.spec.path, dtype, min(longest, run.spec.max_length), draft, num_draft_tokens)
     lengths: dict[str, float] = {}
-    with Server(target.python, arguments, draft / "server.log", lambda line: None) as server, ThreadPoolExecutor(SLOTS) as pool:
+    with Server(target.python, arguments, log, lambda line: None) as server, ThreadPoolExecutor(SLOTS) as pool:
         for name in dict.fromkeys(row["set"] for row in rows):
             before = server.counters(num_draft_tokens)
             list(pool.map(lambda row: server.complete(row["prompt"], answer_tokens, stops, 0.0), [row for row in rows if row["set"] == name]))
@@ -165,9 +171,12 @@ def served(run: Run, draft: Path, rows: list[dict[str, Any]], num_draft_tokens: 
 
 def tell(found: dict[str, Any]) -> None:
     greedy, drawn = found["lengths"]["greedy"], found["lengths"]["at 1"]["mean"]
+    trained = "finished"
+    if "steps" in found:
+        trained = f"seed {found['seed']}: {found['tokens'] / 1e6:.2f}M tokens, {found['steps']} steps, {found['seconds']:.0f} s and "
+        trained += f"{found['compile_seconds']:.0f} s of compiling"
     print(
-        f"{found['name']} seed {found['seed']}: {found['tokens'] / 1e6:.2f}M tokens, {found['steps']} steps, {found['seconds']:.0f} s and "
-        f"{found['compile_seconds']:.0f} s of compiling; greedy " + "  ".join(f"{name} {joined(part)}" for name, part in greedy.items())
+        f"{found['name']} {trained}; greedy " + "  ".join(f"{name} {joined(part)}" for name, part in greedy.items())
         + f"; at temperature 1 {joined(drawn)}",
         flush=True,
     )  # fmt: skip
