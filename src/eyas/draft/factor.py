@@ -64,7 +64,7 @@ Scaled = tuple[torch.Tensor, torch.Tensor]  # float8 [R, I], and the scale of ea
 
 @dataclass(frozen=True)
 class Float8:
-    """rows: the weight [O, I], a scale for each output; columns: the same turned over, [I, O], a scale for each input."""
+    """rows: the weight [O, I], a scale for each output. turned: the same turned over, [I, O], a scale for each input. dtype: of results."""
 
     rows: Scaled
     turned: Scaled
@@ -91,11 +91,13 @@ class Float8:
 
 
 def takes_float8(weight_OI: torch.Tensor) -> bool:
+    """Whether a GPU multiplies a weight of this size in float8."""
     return not any(size % MULTIPLE for size in weight_OI.shape)
 
 
 @fused
 def scaled(x_RI: torch.Tensor) -> Scaled:
+    """Each row over its scale, which makes its largest value the largest of e4m3."""
     wide_RI = x_RI.float()
     scale_R1 = wide_RI.abs().amax(-1, keepdim=True).clamp(min=1e-12) / LARGEST
     return (wide_RI / scale_R1).to(FLOAT8), scale_R1
@@ -104,7 +106,7 @@ def scaled(x_RI: torch.Tensor) -> Scaled:
 def _product(left: Scaled, right: Scaled, dtype: torch.dtype) -> torch.Tensor:
     """[R, I] and [O, I] -> [R, O]."""
     (x_RI, scale_R1), (weight_OI, scale_O1) = left, right
-    if x_RI.is_cuda:
+    if x_RI.is_cuda and len(x_RI):
         product: Any = torch._scaled_mm(x_RI, weight_OI.T, scale_a=scale_R1, scale_b=scale_O1.T, out_dtype=dtype, use_fast_accum=True)
         return product
     return ((x_RI.float() * scale_R1) @ (weight_OI.float() * scale_O1).T).to(dtype)
