@@ -52,7 +52,7 @@ def main() -> None:
     optimizer = make_optimizer(draft, section, dtype)
     for name in options.dtype:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            write_store(Path(folder), random_rows(options.rows, options.length, width, DTYPES[name]))
+            write_store(Path(folder), random_rows(options.rows, options.length, width, DTYPES[name], vocab))
             reader = FeatureReader(Path(folder))
             schedule = [[step] for step in pack(epoch_order(list(reader.lengths), 0, 0), reader.lengths, options.tokens)]
             materials = Materials(reader, [], [], table, teacher, ids, dtype, device)

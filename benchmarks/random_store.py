@@ -13,11 +13,11 @@ from eyas.features.shard import FeatureRow, finish, open_shard
 SHARD_ROWS = 16
 
 
-def random_rows(count: int, length: int, width: int, dtype: torch.dtype) -> list[FeatureRow]:
+def random_rows(count: int, length: int, width: int, dtype: torch.dtype, vocab: int) -> list[FeatureRow]:
     """Rows of `length` tokens, all supervised, that share their states: what they hold does not matter, how much they are does."""
     stored, scale = encode(torch.randn(length, 4, width, dtype=torch.bfloat16), dtype)
     aux, last = stored[:, :-1].contiguous(), stored[:, -1].contiguous()
-    tokens, supervised = torch.randint(0, 400, (length,), dtype=torch.int32), torch.ones(length, dtype=torch.bool)
+    tokens, supervised = torch.randint(0, vocab, (length,), dtype=torch.int32), torch.ones(length, dtype=torch.bool)
     return [FeatureRow(f"{number:032x}", tokens, supervised, aux, last, scale) for number in range(count)]
 
 

@@ -3,8 +3,8 @@
     python benchmarks/store_speed.py [--folder FOLDER] [--gib 1.0] [--width 4096] [--dtype bfloat16]
 
 Written: shards laid out, rows put in their places, checksums, fsync, index. Read: every row in the order of training, shards held against their checksums, rows
-packed into batches. Beside both: the same files copied, and for writing synced. Each is done three times in turns, the best of each counts. Files are read
-from the page cache; otherwise the disk would be measured.
+packed into batches with the embeddings of their tokens (whose bytes do not count). Beside both: the same files copied, and for writing synced. Each is done
+three times in turns, the best of each counts. Files are read from the page cache; otherwise the disk would be measured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from eyas.target.engine import keep_freed_memory
 from eyas.train.batch import make_batch
 from eyas.train.sampler import epoch_order, pack
 
-LENGTH, TOKENS = 1024, 8192  # of a row, of a batch
+LENGTH, TOKENS, VOCAB = 1024, 8192, 128256  # of a row, of a batch, of the target
 
 
 def main() -> None:
@@ -38,11 +38,11 @@ def main() -> None:
     options = parser.parse_args()
     keep_freed_memory()  # as the command line does
     dtype = DTYPES[options.dtype]
-    (row,) = random_rows(1, LENGTH, options.width, dtype)
+    (row,) = random_rows(1, LENGTH, options.width, dtype, VOCAB)
     num_bytes = sum(part.numel() * part.element_size() for part in (row.aux, row.last, row.scale) if part is not None)
-    rows = random_rows(max(SHARD_ROWS, int(options.gib * 2**30 / num_bytes) // SHARD_ROWS * SHARD_ROWS), LENGTH, options.width, dtype)
+    rows = random_rows(max(SHARD_ROWS, int(options.gib * 2**30 / num_bytes) // SHARD_ROWS * SHARD_ROWS), LENGTH, options.width, dtype, VOCAB)
     total = len(rows) * num_bytes
-    embedding = torch.zeros(1, 1).expand(max(int(row.tokens.max()) for row in rows) + 1, 1)  # no part of what is read
+    embedding = torch.ones(VOCAB, options.width, dtype=torch.bfloat16)
 
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
