@@ -38,7 +38,7 @@ from eyas.vocab.mapping import choose_ids
 DEEPEST = 5
 
 
-def held_out(run: Run, device: torch.device, dtype: torch.dtype) -> tuple[list[Prompt], Batch]:
+def held_out(run: Run, head: TargetHead, device: torch.device, dtype: torch.dtype) -> tuple[list[Prompt], Batch]:
     """The held-out prompts and one batch of the features of the target's greedy answers to them."""
     section, spec = run.config.evaluate, run.spec
     engine = TransformersEngine(spec, device, torch.float32, run.config.target.trust_remote_code)
@@ -51,7 +51,7 @@ def held_out(run: Run, device: torch.device, dtype: torch.dtype) -> tuple[list[P
         (states,) = engine.capture([text], [*layers, spec.num_layers])
         supervised = torch.arange(len(text)) >= len(prompt.tokens)
         rows.append(FeatureRow("", torch.tensor(text, dtype=torch.int32), supervised, states[:, :3], states[:, 3]))
-    return prompts, make_batch(rows, read_head(spec).embedding.to(dtype), DEEPEST, dtype).to(device)
+    return prompts, make_batch(rows, head.embedding.to(dtype), DEEPEST, dtype).to(device)
 
 
 def train(config: RunConfig, run: Run, head: TargetHead, reader: FeatureReader, device: torch.device, dtype: torch.dtype) -> tuple[Materials, object, int]:
@@ -61,9 +61,7 @@ def train(config: RunConfig, run: Run, head: TargetHead, reader: FeatureReader, 
     counts = torch.bincount(torch.cat([row.tokens[row.supervised] for row in rows]), minlength=run.spec.vocab_size)
     ids = choose_ids(counts, shape.draft_vocab_size, list(run.spec.stop_ids))
     draft = new_draft(shape, config.run.seed, ids, head if config.draft.init_head == "target" else None).to(device)
-    materials = Materials(
-        reader, [row.key for row in rows], [], head.embedding.to(device, dtype), Teacher(head, ids, dtype, device), ids.to(device), dtype, device
-    )
+    materials = Materials(reader, [row.key for row in rows], [], head.embedding.to(dtype), Teacher(head, ids, dtype, device), ids.to(device), dtype, device)
     epochs = [
         epoch_steps(materials.train_keys, reader.lengths, section.tokens_per_step, section.tokens_per_batch, config.run.seed, e) for e in range(section.epochs)
     ]
@@ -81,7 +79,7 @@ def main() -> None:
     device = resolve_device(run.config.target.device)
     dtype = resolve_dtype(run.config.train.dtype, device)
     head, reader = read_head(run.spec), FeatureReader(run.folder / "features")
-    prompts, batch = held_out(run, device, dtype)
+    prompts, batch = held_out(run, head, device, dtype)
     for variant in variants:
         began = time.monotonic()
         materials, draft, num_steps = train(load(run_file, variant.split()), run, head, reader, device, dtype)

@@ -26,6 +26,7 @@ from eyas.train.batch import make_batch
 from eyas.train.feed import denominator
 from eyas.train.loss import Teacher
 from eyas.train.optim import make_optimizer, rate_share
+from eyas.train.run import set_products
 from eyas.train.sampler import epoch_order, pack
 
 
@@ -43,8 +44,7 @@ class Eyas:
         draft = DraftSection(**changes.get("draft", {}))
         self.shape = draft_shape(draft, spec, len(ids), materials.shape.aux_layers)
         self.model = new_draft(self.shape, options.seed, ids, head if draft.init_head == "target" else None).to(self.device)
-        if self.section.dtype == "float8":
-            self.model.multiply_in_float8()
+        set_products(self.model, self.section, self.device)
         self.optimizer = make_optimizer(self.model, self.section, dtype)
         self.index = {key: index for index, key in enumerate(materials.keys)}
         self.materials = loop.Materials(

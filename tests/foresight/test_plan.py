@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -12,12 +13,14 @@ from typing import Any
 import pytest
 import transformers
 from conftest import ROOT, Outcome, make_tiny_target, write_run
+from rich.console import Console
 
 from eyas.config import load
 from eyas.features import disk
 from eyas.foresight.check import planned
 from eyas.foresight.hardware import Hardware, named
 from eyas.foresight.plan import Plan, extraction_rate, make_plan
+from eyas.foresight.show import show_plan
 from eyas.foresight.size import cache_bytes, describe_quantization, size_of
 from eyas.target.spec import read_spec
 
@@ -225,3 +228,12 @@ def test_calibration_measures_what_the_plan_then_uses(tmp_path: Path, tiny_targe
 def test_hardware_that_is_named() -> None:
     assert named("8xH100") == Hardware("H100", 8, 80 * 10**9, 989e12, 200e9) and named("h200").count == 1 and named("2 x L40S").count == 2
     assert named("8xH100-PCIe").link == 10e9
+
+
+def test_a_price_without_every_stages_time_is_a_least_price() -> None:
+    config, spec = load(KIMI / "run.toml", []), read_spec(KIMI / "target", need_weights=False)
+    plan = make_plan(config, spec, named("8xH100"))
+    assert plan.seconds is None and plan.as_dict(2.5)["price"] is None, "nobody knows how long answers take"
+    console = Console(record=True, width=200, file=io.StringIO())
+    show_plan(plan, 2.5, console)
+    assert f"at least {8 * 2.5 * plan.least_seconds / 3600:,.2f} at 2.50 a GPU hour" in console.export_text()

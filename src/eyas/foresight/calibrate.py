@@ -33,7 +33,7 @@ from eyas.train.feed import Step
 from eyas.train.loop import SHAPE_MULTIPLE, Materials, loss_chunk, optimizer_step
 from eyas.train.loss import Teacher
 from eyas.train.optim import make_optimizer
-from eyas.train.run import shape_of, use_float8
+from eyas.train.run import set_products, shape_of
 
 FILE = "calibration.json"
 SECONDS = 15.0  # of each measurement, about; the first round of each is not counted
@@ -133,8 +133,7 @@ def _trained(config: RunConfig, spec: TargetSpec, share: float, length: int, sto
     generator = torch.Generator().manual_seed(0)
     ids = torch.randperm(spec.vocab_size, generator=generator)[: shape.draft_vocab_size].sort().values
     draft = new_draft(shape, 0, ids, head).to(device)
-    if config.train.dtype == "float8":
-        use_float8(draft, device)
+    set_products(draft, config.train, device)
     optimizer = make_optimizer(draft, config.train, dtype)
     teacher = Teacher(head, ids, dtype, device)
     materials = Materials(FeatureReader(store / "features"), [], [], head.embedding.to(dtype), teacher, ids.to(device), dtype, device)

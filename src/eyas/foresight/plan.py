@@ -69,16 +69,23 @@ class Plan:
 
     @property
     def seconds(self) -> float | None:
-        known = [stage.seconds for stage in self.stages]
-        return None if any(seconds is None for seconds in known) else sum(seconds for seconds in known if seconds is not None)
+        return None if any(stage.seconds is None for stage in self.stages) else self.least_seconds
+
+    @property
+    def least_seconds(self) -> float:
+        """Of the stages whose time is foretold."""
+        return sum(stage.seconds or 0.0 for stage in self.stages)
+
+    def cost(self, price: float) -> float:
+        """Of the stages whose time is foretold, at `price` an hour of a GPU."""
+        return price * max(1, self.hardware.count) * self.least_seconds / 3600
 
     def as_dict(self, price: float | None) -> dict[str, Any]:
-        gpus = max(1, self.hardware.count)
-        cost = None if price is None or self.seconds is None else price * gpus * self.seconds / 3600
         return {
             "target": self.target, "layers": self.layers, "tokens": self.tokens and asdict(self.tokens), "token_bytes": self.token_bytes,
             "stages": [asdict(stage) for stage in self.stages],
-            "memory": self.memory, "hardware": asdict(self.hardware), "seconds": self.seconds, "price": cost,
+            "memory": self.memory, "hardware": asdict(self.hardware), "seconds": self.seconds,
+            "price": None if price is None or self.seconds is None else self.cost(price),
             "findings": [asdict(finding) for finding in self.findings],
         }  # fmt: skip
 

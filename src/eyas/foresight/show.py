@@ -49,9 +49,10 @@ def show_plan(plan: Plan, price: float | None, console: Console) -> None:
         took = "?" if stage.seconds is None else clock(stage.seconds)
         source = f" [{stage.source}]" if stage.source and stage.seconds != 0.0 else ""
         console.print(Text(f"  {stage.name:<10} {took:>10}  {stage.text}{source}"))
-    if plan.seconds is not None:
-        cost = plan.as_dict(price)["price"]
-        console.print(Text(f"  {'together':<10} {clock(plan.seconds):>10}" + ("" if cost is None else f"  {cost:,.2f} at {price:,.2f} a GPU hour")))
+    if plan.least_seconds:
+        least = "at least " if plan.seconds is None else ""
+        cost = "" if price is None else f"{least}{plan.cost(price):,.2f} at {price:,.2f} a GPU hour"
+        console.print(Text(f"  {'together':<10} {clock(plan.least_seconds):>10}  {cost or least}".rstrip()))
     console.print(Text(f"\nMemory of {'each GPU' if plan.hardware.count else 'the machine'}", "bold"))
     for name, memory in plan.memory.items():
         parts = ", ".join(f"{part} {size / 1e9:,.1f}" for part, size in memory["parts"].items() if size >= 5e7)

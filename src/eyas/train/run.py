@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from eyas.artifact import hash_file, read_manifest
-from eyas.config import RunConfig
+from eyas.config import RunConfig, TrainSection
 from eyas.draft.init import new_draft
 from eyas.draft.model import Draft
 from eyas.draft.shape import DraftShape, draft_shape
@@ -94,8 +94,7 @@ def train_rank(context: Context, world: World) -> None:
     ids = read_ids(context.run_folder / "vocab")
     head = read_head(spec)
     draft = new_draft(shape_of(config, spec), config.run.seed, ids, head if config.draft.init_head == "target" else None).to(device)
-    if config.train.dtype == "float8":
-        use_float8(draft, device)
+    set_products(draft, config.train, device)
     size = sum(parameter.numel() for parameter in draft.parameters())
     products = "float8" if config.train.dtype == "float8" else str(dtype).removeprefix("torch.")
     context.reporter.say(f"train: {size / 1e6:.1f}M parameters, all of them the draft's, {products} products on {device}")
@@ -121,8 +120,10 @@ def train_rank(context: Context, world: World) -> None:
         )
 
 
-def use_float8(draft: Draft, device: torch.device) -> None:
-    """Raises UserError on a GPU that does not multiply float8."""
+def set_products(draft: Draft, section: TrainSection, device: torch.device) -> None:
+    """As section.dtype says, in float8 or in the dtype of what is fed in. Raises UserError on a GPU that does not multiply float8."""
+    if section.dtype != "float8":
+        return
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise UserError(f'train.dtype = "float8" needs a GPU of compute capability 8.9 or later; {torch.cuda.get_device_name(device)} is older. Leave it out.')
     draft.multiply_in_float8()
