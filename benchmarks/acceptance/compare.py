@@ -31,13 +31,15 @@ from eyas.artifact import read_json, write_json
 from eyas.config import load
 from eyas.evaluate.prompts import Prompt, read_prompts
 from eyas.evaluate.serve import Server, server_arguments
-from eyas.evaluate.simulate import Acceptance, Simulator, nothing
+from eyas.evaluate.simulate import Acceptance, foresee, nothing
 from eyas.export.check import load_export
+from eyas.features.shard import FeatureRow
 from eyas.pipeline import Run
 from eyas.prepare.chat import load_chat
 from eyas.target.embeddings import read_head
 from eyas.target.engine import Sampling, open_engine, resolve_device, resolve_dtype
 from eyas.target.transformers_engine import TransformersEngine, batches
+from eyas.train.batch import make_batch
 
 HERE = Path(__file__).parent
 DRAFT_TOKENS = (3, 5, 7)
@@ -120,10 +122,14 @@ def captured(run: Run, texts: list[list[int]]) -> list[torch.Tensor]:
     layers = [*run.settings["extract"]["features"]["layers"], run.spec.num_layers]
     order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
     states: dict[int, torch.Tensor] = {}
-    for batch in batches([len(texts[number]) for number in order], 16384 if device.type == "cuda" else 2048):
+    for batch in batches([len(texts[number]) for number in order], tokens_at_once(device)):
         numbers = [order[place] for place in batch]
         states.update(zip(numbers, engine.capture([texts[number] for number in numbers], layers), strict=True))
     return [states[number] for number in range(len(texts))]
+
+
+def tokens_at_once(device: torch.device) -> int:
+    return 16384 if device.type == "cuda" else 2048
 
 
 def train(run: Run, command: str, draft: Path, budget: list[str]) -> dict[str, Any]:
@@ -136,21 +142,29 @@ def train(run: Run, command: str, draft: Path, budget: list[str]) -> dict[str, A
 
 
 def measured(run: Run, draft: Path, texts: dict[str, list[dict[str, Any]]], states: dict[str, list[torch.Tensor]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Acceptance lengths: of greedy and drawn answers, by set and in the mean of the sets, by draft tokens."""
+    """Acceptance lengths: of greedy and drawn answers, by set and in the mean of the sets, by draft tokens. The draft proposes its likeliest token always."""
     device, head = resolve_device(run.config.target.device), read_head(run.spec)
     dtype = resolve_dtype(run.config.target.dtype, device)
+    exported, embedding = load_export(draft), head.embedding.to(dtype)
+    model, ids = exported.draft.to(device, dtype), exported.ids.to(device)
     found: dict[str, dict[str, dict[str, float]]] = {}
     for kind, rows in texts.items():
-        simulator = Simulator.of(load_export(draft), head, 0.0, dtype, device)  # the draft proposes its likeliest token at any temperature
         sums: dict[str, dict[int, Acceptance]] = {}
-        for row, states_TLD in zip(rows, states[kind], strict=True):
-            seen = simulator.foresee(states_TLD, row["prompt"], row["answer"], max(DRAFT_TOKENS))
-            part = sums.setdefault(row["set"], {number: nothing(number) for number in DRAFT_TOKENS})
-            for number in DRAFT_TOKENS:
-                part[number] = part[number] + seen.acceptance(number)
+        for numbers in batches([len(row["prompt"]) + len(row["answer"]) for row in rows], tokens_at_once(device)):
+            batch = make_batch([as_row(rows[number], states[kind][number]) for number in numbers], embedding, max(DRAFT_TOKENS), dtype).to(device)
+            for number, seen in zip(numbers, foresee(model, ids, batch, max(DRAFT_TOKENS)), strict=True):
+                part = sums.setdefault(rows[number]["set"], {k: nothing(k) for k in DRAFT_TOKENS})
+                for k in DRAFT_TOKENS:
+                    part[k] = part[k] + seen.acceptance(k)
         found[kind] = {name: {f"{number}": total.length or 0.0 for number, total in part.items()} for name, part in sums.items()}
         found[kind]["mean"] = {f"{number}": mean(part[f"{number}"] for part in found[kind].values()) for number in DRAFT_TOKENS}
     return found
+
+
+def as_row(text: dict[str, Any], states_TLD: torch.Tensor) -> FeatureRow:
+    """The answer supervised."""
+    tokens = torch.tensor([*text["prompt"], *text["answer"]], dtype=torch.int32)
+    return FeatureRow("", tokens, torch.arange(len(tokens)) >= len(text["prompt"]), states_TLD[:, :3], states_TLD[:, 3])
 
 
 def served(run: Run, draft: Path, rows: list[dict[str, Any]], num_draft_tokens: int, answer_tokens: int, log: Path) -> dict[str, Any]:
