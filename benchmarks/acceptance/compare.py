@@ -1,9 +1,9 @@
 """The same target, the same features, the same tokens or the same seconds: how many tokens do the drafts of different trainers get accepted?
 
-    python benchmarks/acceptance/compare.py RUN.toml --prompts mt_bench.jsonl humaneval.jsonl gsm8k.jsonl (--seconds 60 | --epochs 3)
+    python benchmarks/acceptance/compare.py RUN.toml [--prompts FILE ...] (--seconds 60 | --epochs 3)
         [--seeds 0 1] [--contender 'NAME=SCRIPT ARGUMENTS' or 'NAME=FOLDER' ...] [--per-set 160] [--answer-tokens 256] [--serve 3 7]
 
-RUN.toml must have been run up to `vocab`. A contender that is a folder is a finished draft, and is measured as it is. Each other one trains in a process of
+RUN.toml (run.toml beside this file is one) must have been run up to `vocab`. A contender that is a folder is a finished draft, and is measured as it is. Each other one trains in a process of
 its own (eyas_train.py, speculators_train.py, specforge_train.py: the same rows, the same clock, each with its own code and its documented settings) and writes
 its draft in the form that vLLM loads. All are measured alike: over the target's own answers to the prompts, written once by the run file's engine, greedily
 and at temperature 1, the rounds with 3, 5 and 7 draft tokens are simulated from the target's states. --serve also serves each draft of the first seed with so
@@ -51,7 +51,7 @@ SLOTS = 32  # requests at once
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_file", type=Path)
-    parser.add_argument("--prompts", nargs="+", required=True)
+    parser.add_argument("--prompts", nargs="+", metavar="FILE", help="default: the run file's evaluate.prompts")
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--seconds", type=float)
     length.add_argument("--epochs", type=int)
@@ -97,7 +97,7 @@ def written(run: Run, options: argparse.Namespace, path: Path) -> dict[str, list
         return dict(read_json(path))
     chat, spec = load_chat(run.spec, run.config.target.trust_remote_code), run.spec
     prompts: list[tuple[str, Prompt]] = []
-    for source in options.prompts:
+    for source in options.prompts or run.config.evaluate.prompts:
         name = Path(source).stem
         found = read_prompts([source], 1 << 30, chat, spec.max_length - options.answer_tokens)
         prompts += [(name, prompt) for prompt in found[: options.per_set]]

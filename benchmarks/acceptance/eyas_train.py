@@ -95,5 +95,6 @@ def check(materials: Materials, options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     arguments = common.parser(__doc__ or "", TrainSection().lr, TrainSection().step_weight)
+    arguments.set_defaults(unroll=TrainSection().unroll_steps)
     arguments.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     common.main(Eyas, check, arguments.parse_args())

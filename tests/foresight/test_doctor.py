@@ -78,6 +78,16 @@ def test_a_package_that_is_too_old_or_gone_is_named_with_what_to_install(monkeyp
     assert found["xxhash"].level == "fail" and "pytest" not in found
 
 
+def test_an_eyas_that_is_not_installed_is_said_to_be_so_and_all_else_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def requires(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", requires)
+    found = by_name(doctor.packages())
+    assert found["eyas"].level == "warn" and "pip install" in found["eyas"].step
+    assert found["torch"].level == "ok"
+
+
 def test_little_shared_memory_fails_only_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20))
     assert [doctor.shared_memory(needed).level for needed in (True, False)] == ["fail", "warn"]

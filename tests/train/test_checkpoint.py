@@ -112,7 +112,7 @@ def test_200_steps_on_a_gpu_are_the_same_twice_and_with_a_stop_in_the_middle(tmp
     ids = random_ids()
     reader = SimpleNamespace(row=rows.__getitem__, parts=lambda schedule, whole: [schedule])
     teacher = Teacher(head, ids, torch.bfloat16, device)
-    materials = Materials(reader, [], [], table.to(device, torch.bfloat16), teacher, ids.to(device), torch.bfloat16, device)  # type: ignore[arg-type]
+    materials = Materials(reader, [], [], table.to(torch.bfloat16), teacher, ids.to(device), torch.bfloat16, device)  # type: ignore[arg-type]
 
     def begun() -> tuple[Draft, Optimizers]:
         draft = random_draft(shape).to(device)

@@ -104,8 +104,13 @@ def quick(config: RunConfig) -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    asked = {(found := Requirement(line)).name: found.specifier for line in importlib.metadata.requires("eyas") or [] if "extra ==" not in line}
     yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
+    try:
+        lines = importlib.metadata.requires("eyas") or []
+    except importlib.metadata.PackageNotFoundError:
+        lines = []
+        yield Finding("eyas", "warn", "run from a folder, not installed: which versions it needs is not known here", "pip install -e . in that folder")
+    asked = {(found := Requirement(line)).name: found.specifier for line in lines if "extra ==" not in line}
     for name in sorted({*NEEDED, *asked}):
         try:
             version = importlib.metadata.version(name)

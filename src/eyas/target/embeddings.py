@@ -96,7 +96,7 @@ class TargetHead:
 
     def restricted(self, ids: torch.Tensor, dtype: torch.dtype, device: torch.device) -> TargetHead:
         """The same for the tokens `ids` int64 [Vd] alone: head [Vd, D] in `dtype` on `device`."""
-        return replace(self, head=self.head[ids].to(device, dtype), norm_weight=self.norm_weight.to(device))
+        return replace(self, head=self.head[ids.to(self.head.device)].to(device, dtype), norm_weight=self.norm_weight.to(device))
 
 
 def read_head(spec: TargetSpec) -> TargetHead:
