@@ -20,7 +20,9 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from timing import timed
 
 from eyas.config import TrainSection
 from eyas.draft.model import Draft
+from eyas.draft.product import Linear
 from eyas.draft.shape import DraftShape
 from eyas.features.shard import FeatureRow
 from eyas.target.embeddings import TargetHead
@@ -74,6 +77,7 @@ def main() -> None:
     parser.add_argument("--loss", choices=("soft", "lk"), default="soft")
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--float8", action="store_true", help="products in float8")
+    parser.add_argument("--graph", action="store_true", help="also time the first pack's forward and backward launched as one CUDA graph")
     parser.add_argument("--profile", type=Path, help="where to write a table of kernels")
     parser.add_argument("--peers", type=Path)
     parser.add_argument("--peer-batch", type=int, default=8, help="rows of a padded batch of SpecForge")
@@ -104,12 +108,18 @@ def time_ours(options: argparse.Namespace, cases: list[Case], frozen: bool) -> l
     section = TrainSection(optimizer="adamw", unroll_steps=options.steps, freeze_head=frozen)
     optimizer = make_optimizer(draft, section, torch.bfloat16)
 
-    def step(batch: Batch) -> None:
-        optimizer.zero_grad()
+    def add_gradients(batch: Batch) -> None:
         steps = unroll(draft, batch, options.steps, options.recompute)
         loss_backward(steps, draft.lm_head, teacher, batch, Objective(section.step_weight, float(len(batch.rows_R)), options.loss))
+
+    def move_weights() -> None:
         torch.nn.utils.clip_grad_norm_(draft.parameters(), section.grad_clip)
         optimizer.step(1.0)
+
+    def step(batch: Batch) -> None:
+        optimizer.zero_grad()
+        add_gradients(batch)
+        move_weights()
 
     results = []
     for case in cases:
@@ -121,12 +131,52 @@ def time_ours(options: argparse.Namespace, cases: list[Case], frozen: bool) -> l
         found["peak_flops"] = gemm_peak(device) if device.type == "cuda" else None
         report(f"Eyas{', head frozen' if frozen else ''}", case, found)
         results.append(found)
+        if options.graph:
+            replay, same = as_graph(draft, partial(add_gradients, batches[0]))
+
+            def replayed(index: int, replay: Callable[[], None] = replay) -> None:
+                replay()
+                move_weights()
+
+            seconds, said = timed(replayed, 1, options.repeat)["seconds"], "the same bits" if same else "NOT the same"
+            print(f"    forward and backward as one CUDA graph: {seconds * 1e3:,.1f} ms, {batches[0].num_tokens / seconds:,.0f} tokens/s, gradients {said}")
+            optimizer.zero_grad()
         if options.profile:
             with torch.profiler.profile() as profile:
                 step(batches[0])
             options.profile.write_text(profile.key_averages().table(sort_by="cuda_time_total" if device.type == "cuda" else "cpu_time_total", row_limit=60))
         del batches
     return results
+
+
+def as_graph(draft: Draft, add_gradients: Callable[[], None]) -> tuple[Callable[[], None], bool]:
+    """-> what launches it as one CUDA graph, gradients written over those of the time before; and whether these are those of a plain call, bit for bit."""
+
+    def forget() -> None:
+        for parameter in draft.parameters():
+            parameter.grad = None
+        for module in draft.modules():
+            if isinstance(module, Linear):
+                module.cast = None  # made within the graph each time, for the weights will have moved
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            forget()
+            add_gradients()
+    torch.cuda.current_stream().wait_stream(stream)
+    plain = [parameter.grad for parameter in draft.parameters()]
+    forget()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        add_gradients()
+    for module in draft.modules():
+        if isinstance(module, Linear):
+            module.cast = None
+    graph.replay()
+    pairs = zip(plain, (parameter.grad for parameter in draft.parameters()), strict=True)
+    return graph.replay, all(torch.equal(a, b) if a is not None and b is not None else a is b for a, b in pairs)
 
 
 def report(name: str, case: Case, found: dict[str, Any]) -> None:

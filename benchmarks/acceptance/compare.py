@@ -3,11 +3,11 @@
     python benchmarks/acceptance/compare.py RUN.toml [--prompts FILE ...] (--seconds 60 | --epochs 3)
         [--seeds 0 1] [--contender 'NAME=SCRIPT ARGUMENTS' or 'NAME=FOLDER' ...] [--per-set 160] [--answer-tokens 256] [--serve 3 7]
 
-RUN.toml (run.toml beside this file is one) must have been run up to `vocab`. A contender that is a folder is a finished draft, and is measured as it is. Each other one trains in a process of
-its own (eyas_train.py, speculators_train.py, specforge_train.py: the same rows, the same clock, each with its own code and its documented settings) and writes
-its draft in the form that vLLM loads. All are measured alike: over the target's own answers to the prompts, written once by the run file's engine, greedily
-and at temperature 1, the rounds with 3, 5 and 7 draft tokens are simulated from the target's states. --serve also serves each draft of the first seed with so
-many draft tokens in the vLLM of the run file's target.python, and reads its counters.
+RUN.toml (run.toml beside this file is one) must have been run up to `vocab`. A contender that is a folder is a finished draft, and is measured as it is.
+Each other one trains in a process of its own (eyas_train.py, speculators_train.py, specforge_train.py: the same rows, the same clock, each with its own code
+and its documented settings) and writes its draft in the form that vLLM loads. All are measured alike: over the target's own answers to the prompts, written
+once by the run file's engine, greedily and at temperature 1, the rounds with 3, 5 and 7 draft tokens are simulated from the target's states. --serve also
+serves each draft of the first seed with so many draft tokens in the vLLM of the run file's target.python, and reads its counters.
 
 Prints a line for each draft as it is done, then a table over seeds, and writes everything to RUN_FOLDER/acceptance/. What is there is not done
 again; finished drafts are.

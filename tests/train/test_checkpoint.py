@@ -93,7 +93,7 @@ def test_training_goes_on_from_a_checkpoint_on_a_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_200_steps_on_a_gpu_are_the_same_twice_and_with_a_stop_in_the_middle(tmp_path: Path) -> None:
+def test_200_steps_on_a_gpu_are_the_same_twice_and_with_a_stop_in_the_middle_and_wait_for_nothing(tmp_path: Path) -> None:
     """In bfloat16, through the compiled parts, flash attention and the thread that feeds the GPU."""
     device, section = torch.device("cuda"), TrainSection(unroll_steps=5, tokens_per_batch=1024)
     shape = small_shape(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=512)
@@ -126,6 +126,12 @@ def test_200_steps_on_a_gpu_are_the_same_twice_and_with_a_stop_in_the_middle(tmp
     go(*first, schedule)
     go(*second, schedule)
     assert_equal_bits(first, second)
+    (step,) = steps_of(materials, section, schedule[:1])
+    torch.cuda.set_sync_debug_mode("error")  # a step is given to the GPU without a wait for anything
+    try:
+        optimizer_step(*second, materials, section, step, 0.1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     go(*stopped, schedule[:100])
     load_checkpoint(save(tmp_path, *stopped, TrainState(100, 100, None)), *resumed)
     go(*resumed, schedule[100:])

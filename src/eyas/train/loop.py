@@ -68,8 +68,25 @@ class Taken:
     step: int
     epoch: int
     share: float
-    sums: LossSums
-    grad_norm: torch.Tensor
+    figures: Figures
+
+
+class Figures:
+    """What a step found, on its way to the CPU behind the step's own work, so that nobody who reads it waits for what the device was given after that."""
+
+    def __init__(self, sums: LossSums, grad_norm: torch.Tensor) -> None:
+        self.there = torch.cat([sums.stacked.flatten(), grad_norm.double()[None]]).to("cpu", non_blocking=True)
+        self.arrived = None
+        if grad_norm.is_cuda:
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+
+    def over(self, world: World) -> tuple[LossSums, float]:
+        """The sums over all processes, and the norm of the gradient."""
+        if self.arrived:
+            self.arrived.synchronize()
+        sums, grad_norm = self.there[:-1], float(self.there[-1])
+        return LossSums(*torch.tensor(world.total(sums.tolist()), dtype=torch.float64).view(3, -1)), grad_norm
 
 
 def train(draft: Draft, materials: Materials, section: TrainSection, seed: int, folder: Path, reporter: Reporter) -> TrainState:
@@ -94,13 +111,13 @@ def train(draft: Draft, materials: Materials, section: TrainSection, seed: int, 
 
         def tell(taken: Taken) -> None:
             nonlocal told_at
-            sums, step = taken.sums.over(world), taken.step
+            (sums, grad_norm), step = taken.figures.over(world), taken.step
             loss = float(sum(section.step_weight**k * total for k, total in enumerate(sums.loss.tolist())) / sums.rows[0])
             if not loss < float("inf"):
                 raise UserError(f"The loss became {loss} at step {step}. Lower train.lr or train.grad_clip; `eyas train` then begins anew.")
             now = time.monotonic()
             log.add(
-                step=step, epoch=taken.epoch, lr=section.lr * taken.share, loss=loss, grad_norm=float(taken.grad_norm),
+                step=step, epoch=taken.epoch, lr=section.lr * taken.share, loss=loss, grad_norm=grad_norm,
                 losses=per_row(sums.loss, sums.rows), agreement=per_row(sums.agreed, sums.rows), seconds=now - told_at,
             )  # fmt: skip
             told_at = now
@@ -111,8 +128,8 @@ def train(draft: Draft, materials: Materials, section: TrainSection, seed: int, 
             sums, grad_norm = optimizer_step(draft, optimizer, materials, section, step, share)
             state = replace(state, step=state.step + 1)
             if taken:
-                tell(taken)
-            taken = Taken(state.step, epoch, share, sums, grad_norm)
+                tell(taken)  # the device has this step to work at
+            taken = Taken(state.step, epoch, share, Figures(sums, grad_norm))
             due = state.step % section.checkpoint_every == 0 or state.step == len(schedule)
             asked = world.total([stop.asked])[0] > 0  # all stop at the same step
             if due or asked or materials.device.type != "cuda":  # a GPU has its next step before this one is told of

@@ -24,7 +24,6 @@ from eyas.draft.fused import fused
 from eyas.draft.product import Linear, add_weight_gradient
 from eyas.target.embeddings import TargetHead
 from eyas.train.batch import Batch
-from eyas.train.distributed import World
 from eyas.train.unroll import StepOutput
 
 LK_DECAY = 3.0  # the paper's best
@@ -56,10 +55,10 @@ class LossSums:
     def nothing(cls, num_steps: int, device: torch.device) -> LossSums:
         return cls(*torch.zeros(3, num_steps, dtype=torch.float64, device=device))
 
-    def over(self, world: World) -> LossSums:
-        """Over all processes, on the CPU. Waits for the device; not before there is nothing more to give it."""
-        sums = torch.stack([self.rows, self.loss, self.agreed]).cpu()
-        return LossSums(*torch.tensor(world.total(sums.flatten().tolist()), dtype=torch.float64).view_as(sums))
+    @property
+    def stacked(self) -> torch.Tensor:
+        """[3, K], in the order of the fields."""
+        return torch.stack([self.rows, self.loss, self.agreed])
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,9 @@ def _forward(steps: list[StepOutput], lm_head: Linear, teacher: Teacher, batch: 
     device, dtype, num_steps = lm_head.weight.device, steps[0].hidden_RD.dtype, len(steps)
     head = lm_head.factor(dtype)
     counts_RK = torch.stack([step.counts_R for step in steps], dim=1)
-    weight_RK = counts_RK * torch.tensor([objective.step_weight**k / objective.denominator for k in range(num_steps)], device=device)
+    # Made on the device: to bring them there would wait until it has done all that it was given.
+    weights_K = objective.step_weight ** torch.arange(num_steps, dtype=torch.float64, device=device) / objective.denominator
+    weight_RK = counts_RK * weights_K.float()
     sums = torch.zeros(3, num_steps, dtype=torch.float64, device=device)
     loss = torch.zeros((), device=device)
     grad_RKD = torch.empty(len(counts_RK), num_steps, lm_head.in_features, dtype=dtype, device=device)
