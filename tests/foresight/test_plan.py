@@ -159,6 +159,27 @@ def test_time_and_price_follow_from_the_rates(tmp_path: Path, tiny_target: Path)
     assert unknown.seconds is None and unknown.as_dict(3.0)["price"] is None
 
 
+def test_a_small_draft_on_a_gpu_takes_as_long_as_its_steps_are_launched(tmp_path: Path, smollm2: Path) -> None:
+    """70 ms a step of seven draft steps, as measured on an H200 (docs/log.md); its products alone would take a tenth of that. A draft of an 8B target is not
+    bound by it."""
+    path = write_run(tmp_path, smollm2, train={"epochs": 100, "tokens_per_step": 1024, "tokens_per_batch": 512, "unroll_steps": 7})
+    found = plan_of(path, "1xH200")
+    assert found.tokens is not None
+    steps = -(-100 * found.tokens.tokens // 1024)
+    assert {stage.name: stage.seconds for stage in found.stages}["train"] == pytest.approx(2 * steps * 7 * 0.010)
+    (tmp_path / "other").mkdir()
+    large = write_run(tmp_path / "other", config_only(tmp_path / "8b", LLAMA_8B), train={"epochs": 100})
+    tokens, seconds = plan_of(large, "1xH200").tokens, {stage.name: stage.seconds for stage in plan_of(large, "1xH200").stages}["train"]
+    assert tokens is not None and seconds is not None and seconds > 100 * tokens.tokens / 8192 * 0.15
+
+
+@pytest.mark.parametrize(("size", "epochs", "told"), [(8192, 3, "4096"), (4096, 3, "2048"), (2048, 3, None), (8192, 10_000, None)])
+def test_few_optimiser_steps_are_a_warning_that_names_a_smaller_one(size: int, epochs: int, told: str | None, tmp_path: Path, tiny_target: Path) -> None:
+    found = plan_of(write_run(tmp_path, tiny_target, train={"tokens_per_step": size, "epochs": epochs}))
+    steps = [finding.step for finding in found.findings if finding.name == "steps"]
+    assert [f"Set it to {told}" in step for step in steps] == ([True] if told else [])
+
+
 def test_the_founding_case_is_foretold_within_a_quarter() -> None:
     """It ran at about 2,280 tokens a second, eight GPUs on PCIe; which ones is not published."""
     config, spec = load(KIMI / "run.toml", []), read_spec(KIMI / "target", need_weights=False)

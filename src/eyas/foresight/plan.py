@@ -39,8 +39,10 @@ EXTRACT_DENSE = 0.58  # Llama-8B shape, vLLM 0.25.1: 40,744 tokens/s with 7.0e9 
 EXTRACT_QUANTISED_EXPERTS = 0.096  # the founding case; three layers of its width with INT4 experts, one of them dense, reach 0.18 on one H200
 TRAIN = 0.57  # Llama-8B shape, K = 7, all supervised: 560 TFLOP/s
 TRAIN_FLOAT8 = 1.22  # times as fast: 190.3 ms a step beside 231.7
+LAUNCH = 0.010  # seconds that the CPU takes to give a GPU one draft step of one batch: of SmolLM2-135M's draft, K = 7, 70 ms where the products take less
 ROUGH = "the maker's rate, at the share that one H200 reached"
 SHARE = 4096  # tokens of a step that keep a GPU busy
+FEW_STEPS, LEAST_STEP = 700, 2048  # optimiser steps, and tokens of one: in fewer than that, half as many tokens a step taught a draft more
 LOAD_PROBE = 64 << 20  # bytes read of the weight files to see how fast their disk is
 
 
@@ -107,6 +109,7 @@ def make_plan(config: RunConfig, spec: TargetSpec, hardware: Hardware, rates: di
     findings += too_much(config, spec, plan.memory, weights, hardware, plan.tokens)
     if plan.tokens is not None:
         features = plan.tokens.tokens * token_bytes(config, spec)
+        findings += _of_steps(config, plan.tokens)
         findings += _of_disk(config, features)
         if hardware.count and features > quota(config) and gpus_to_train_on(config, True, hardware.count) == hardware.count:
             findings += in_turns(config, plan.memory, hardware)
@@ -236,6 +239,18 @@ def _of_settings(config: RunConfig, spec: TargetSpec, hardware: Hardware) -> lis
     return found
 
 
+def _num_steps(config: RunConfig, tokens: Tokens) -> int:
+    return -(-tokens.tokens * config.train.epochs // config.train.tokens_per_step)
+
+
+def _of_steps(config: RunConfig, tokens: Tokens) -> list[Finding]:
+    steps, size = _num_steps(config, tokens), config.train.tokens_per_step
+    if steps >= FEW_STEPS or size // 2 < LEAST_STEP:
+        return []
+    words = f"train.tokens_per_step = {size:,} makes {steps:,} optimiser steps, which are few for a draft to learn in"
+    return [Finding("steps", "warn", words, f"Set it to {max(LEAST_STEP, size // 2)}, or raise train.epochs.")]
+
+
 def _of_disk(config: RunConfig, features: int) -> list[Finding]:
     folder = Path(config.run.folder)
     place = next(path for path in (folder, *folder.parents) if path.is_dir())
@@ -279,11 +294,14 @@ def _stages(
             rate = hardware.flops * share / training_flops(config, shape, tokens) if hardware.flops else None
             source = ROUGH
         processes = _processes(config, hardware, features > quota(config))
-        steps = -(-tokens.tokens * config.train.epochs // config.train.tokens_per_step)
+        steps = _num_steps(config, tokens)
         weighs = f"{plan.memory['train']['parameters'] / 1e6:,.1f}M weights"
         over = f" over {processes} GPUs" if processes > 1 else ""
         words = f"{config.train.epochs} epochs, about {steps:,} steps of {config.train.tokens_per_step:,} tokens{over}; {weighs}"
         seconds = tokens.tokens * config.train.epochs / rate / processes if rate else None
+        if seconds is not None and source is ROUGH:  # a small draft's kernels are over before the next ones are launched
+            batches = steps * -(-config.train.tokens_per_step // (config.train.tokens_per_batch * processes))
+            seconds = max(seconds, batches * config.train.unroll_steps * LAUNCH)
         if seconds is not None and processes > 1 and hardware.link:  # each step, the gradients of all weights are summed in float32
             seconds += steps * 4 * plan.memory["train"]["parameters"] * 2 * (processes - 1) / processes / hardware.link
         stages.append(StageCost("train", words, seconds, source if rate else "--calibrate gives a rate"))
