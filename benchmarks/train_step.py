@@ -1,6 +1,6 @@
 """One optimiser step of draft training at the shapes of real targets: speed, share of the chip, memory; and beside it the peers', on the same work.
 
-    python benchmarks/train_step.py --shape llama-8b [--rows ROWS ...] [--tokens 8192] [--steps 7] [--freeze-head] [--peers FOLDER]
+    python benchmarks/train_step.py --shape llama-8b [--rows ROWS ...] [--tokens 8192] [--steps 7] [--freeze-head] [--graph] [--peers FOLDER]
 
 Features are random. ROWS: so many documents of so many tokens, all supervised, as 2048x4; or a JSON file of row shapes (benchmarks/row_shapes.json), packed in
 turn into as many steps as --packs says; with @0.3 behind either, each supervised span is shortened from its beginning until about that share of all tokens
@@ -20,9 +20,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +29,13 @@ from timing import timed
 
 from eyas.config import TrainSection
 from eyas.draft.model import Draft
-from eyas.draft.product import Linear
 from eyas.draft.shape import DraftShape
 from eyas.features.shard import FeatureRow
 from eyas.target.embeddings import TargetHead
 from eyas.train.batch import Batch, make_batch
+from eyas.train.graph import Graphs
 from eyas.train.loop import SHAPE_MULTIPLE, loss_chunk
-from eyas.train.loss import Objective, Teacher, loss_backward
+from eyas.train.loss import LossSums, Objective, Teacher, loss_backward
 from eyas.train.optim import make_optimizer
 from eyas.train.unroll import unroll
 
@@ -77,7 +75,7 @@ def main() -> None:
     parser.add_argument("--loss", choices=("soft", "lk"), default="soft")
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--float8", action="store_true", help="products in float8")
-    parser.add_argument("--graph", action="store_true", help="also time the first pack's forward and backward launched as one CUDA graph")
+    parser.add_argument("--graph", action="store_true", help="forward and backward of each batch as one CUDA graph (eyas.train.graph)")
     parser.add_argument("--profile", type=Path, help="where to write a table of kernels")
     parser.add_argument("--peers", type=Path)
     parser.add_argument("--peer-batch", type=int, default=8, help="rows of a padded batch of SpecForge")
@@ -108,75 +106,35 @@ def time_ours(options: argparse.Namespace, cases: list[Case], frozen: bool) -> l
     section = TrainSection(optimizer="adamw", unroll_steps=options.steps, freeze_head=frozen)
     optimizer = make_optimizer(draft, section, torch.bfloat16)
 
-    def add_gradients(batch: Batch) -> None:
+    def add_gradients(batch: Batch, denominator: float | torch.Tensor) -> LossSums:
         steps = unroll(draft, batch, options.steps, options.recompute)
-        loss_backward(steps, draft.lm_head, teacher, batch, Objective(section.step_weight, float(len(batch.rows_R)), options.loss))
+        return loss_backward(steps, draft.lm_head, teacher, batch, Objective(section.step_weight, denominator, options.loss))[1]
 
-    def move_weights() -> None:
-        torch.nn.utils.clip_grad_norm_(draft.parameters(), section.grad_clip)
-        optimizer.step(1.0)
+    work = Graphs(draft, add_gradients, print) if options.graph else add_gradients
 
     def step(batch: Batch) -> None:
         optimizer.zero_grad()
-        add_gradients(batch)
-        move_weights()
+        work(batch, float(len(batch.rows_R)))
+        torch.nn.utils.clip_grad_norm_(draft.parameters(), section.grad_clip)
+        optimizer.step(1.0)
 
     results = []
     for case in cases:
         rows = [random_rows(pack, shape.hidden_size) for pack in case.packs]
-        batches = [make_batch(pack, table, options.steps, torch.bfloat16, SHAPE_MULTIPLE, loss_chunk(device)).to(device) for pack in rows]
+        fixed = options.tokens if options.graph else 0
+        batches = [make_batch(pack, table, options.steps, torch.bfloat16, SHAPE_MULTIPLE, loss_chunk(device), fixed=fixed).to(device) for pack in rows]
         found = timed(lambda index, batches=batches: step(batches[index]), len(batches), options.repeat)
         found["rows"] = sum(int((batch.num_steps_R > 0).sum()) for batch in batches)
         found["flops"] = sum(flops(shape, batch, options.steps, frozen) for batch in batches)
         found["peak_flops"] = gemm_peak(device) if device.type == "cuda" else None
         report(f"Eyas{', head frozen' if frozen else ''}", case, found)
         results.append(found)
-        if options.graph:
-            replay, same = as_graph(draft, partial(add_gradients, batches[0]))
-
-            def replayed(index: int, replay: Callable[[], None] = replay) -> None:
-                replay()
-                move_weights()
-
-            seconds, said = timed(replayed, 1, options.repeat)["seconds"], "the same bits" if same else "NOT the same"
-            print(f"    forward and backward as one CUDA graph: {seconds * 1e3:,.1f} ms, {batches[0].num_tokens / seconds:,.0f} tokens/s, gradients {said}")
-            optimizer.zero_grad()
         if options.profile:
             with torch.profiler.profile() as profile:
                 step(batches[0])
             options.profile.write_text(profile.key_averages().table(sort_by="cuda_time_total" if device.type == "cuda" else "cpu_time_total", row_limit=60))
         del batches
     return results
-
-
-def as_graph(draft: Draft, add_gradients: Callable[[], None]) -> tuple[Callable[[], None], bool]:
-    """-> what launches it as one CUDA graph, gradients written over those of the time before; and whether these are those of a plain call, bit for bit."""
-
-    def forget() -> None:
-        for parameter in draft.parameters():
-            parameter.grad = None
-        for module in draft.modules():
-            if isinstance(module, Linear):
-                module.cast = None  # made within the graph each time, for the weights will have moved
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            forget()
-            add_gradients()
-    torch.cuda.current_stream().wait_stream(stream)
-    plain = [parameter.grad for parameter in draft.parameters()]
-    forget()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        add_gradients()
-    for module in draft.modules():
-        if isinstance(module, Linear):
-            module.cast = None
-    graph.replay()
-    pairs = zip(plain, (parameter.grad for parameter in draft.parameters()), strict=True)
-    return graph.replay, all(torch.equal(a, b) if a is not None and b is not None else a is b for a, b in pairs)
 
 
 def report(name: str, case: Case, found: dict[str, Any]) -> None:

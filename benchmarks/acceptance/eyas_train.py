@@ -22,9 +22,10 @@ from eyas.draft.init import new_draft
 from eyas.draft.shape import DraftShape, draft_shape
 from eyas.target.engine import keep_freed_memory
 from eyas.train import loop
-from eyas.train.batch import make_batch
+from eyas.train.batch import Batch, make_batch
 from eyas.train.feed import denominator
-from eyas.train.loss import Teacher
+from eyas.train.graph import Graphs
+from eyas.train.loss import LossSums, Teacher
 from eyas.train.optim import make_optimizer, rate_share
 from eyas.train.run import set_products
 from eyas.train.sampler import epoch_order, pack
@@ -46,6 +47,8 @@ class Eyas:
         self.model = new_draft(self.shape, options.seed, ids, head if draft.init_head == "target" else None).to(self.device)
         set_products(self.model, self.section, self.device)
         self.optimizer = make_optimizer(self.model, self.section, dtype)
+        self.fixed = self.section.tokens_per_batch if options.graphs else 0
+        self.run = Graphs(self.model, self.add_gradients, common.say) if options.graphs else self.add_gradients
         self.index = {key: index for index, key in enumerate(materials.keys)}
         self.materials = loop.Materials(
             materials.reader, materials.keys, [], head.embedding.to(dtype), Teacher(head, ids, dtype, self.device), ids.to(self.device), dtype,
@@ -61,7 +64,8 @@ class Eyas:
         packs = [[self.materials.reader.row(key) for key in part] for part in pack(keys, self.materials.reader.lengths, self.section.tokens_per_batch)]
         cuda = self.device.type == "cuda"
         chunk, dtype = loop.loss_chunk(self.device), self.materials.dtype
-        batches = [make_batch(part, self.materials.embedding, self.section.unroll_steps, dtype, loop.SHAPE_MULTIPLE, chunk, pin=cuda) for part in packs]
+        steps, multiple = self.section.unroll_steps, loop.SHAPE_MULTIPLE
+        batches = [make_batch(part, self.materials.embedding, steps, dtype, multiple, chunk, cuda, self.fixed) for part in packs]
         all_rows = [row for part in packs for row in part]
         tokens, supervised = sum(len(row.tokens) for row in all_rows), sum(int(row.supervised.sum()) for row in all_rows)
         return Work([(batch.pinned() if cuda else batch, denominator(packs)) for batch in batches], tokens, supervised)
@@ -73,9 +77,12 @@ class Eyas:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         weights = self.section.step_weight ** torch.arange(self.section.unroll_steps, device=self.device)
         for batch, rows in batches:
-            sums = loop.backward(self.model, self.materials, batch.to(self.device), self.section, rows)
+            sums = self.run(batch.to(self.device), rows)
             total += (sums.loss * weights).sum() / rows
         return total
+
+    def add_gradients(self, batch: Batch, denominator: float | torch.Tensor) -> LossSums:
+        return loop.backward(self.model, self.materials, batch, self.section, denominator)
 
     def forget_gradients(self) -> None:
         self.optimizer.zero_grad()
@@ -96,5 +103,6 @@ def check(materials: Materials, options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     arguments = common.parser(__doc__ or "", TrainSection().lr, TrainSection().step_weight)
     arguments.set_defaults(unroll=TrainSection().unroll_steps)
+    arguments.add_argument("--graphs", action="store_true", help="launch forward and backward of each batch as one CUDA graph")
     arguments.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     common.main(Eyas, check, arguments.parse_args())

@@ -23,6 +23,8 @@ from eyas.draft.attention import Document
 from eyas.features.codec import decode
 from eyas.features.shard import FeatureRow
 
+ROW_SIZES = 16  # numbers of rows that batches of a fixed number of positions may have
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -40,7 +42,7 @@ class Chunk:
 class Batch:
     """aux [T, A, D] and last [T, D] as stored, with the scales of float8 [T, A + 1], and once `to` a device in `dtype`, in which the draft computes; embedded
     [T, D] in `dtype`, the target's embedding of next_T; next_T, label_T, positions_T int64; rows_R int64 ascending; num_steps_R int64 in 1..K, 0 for rows
-    of padding; starts int32 [N + 1] where documents begin, and the end; longest: tokens of the longest document.
+    of padding; starts int32 [N + 1] where documents begin, and the end, which may stand there several times; longest: tokens of the longest document, or more.
 
     next_T and label_T hold 0 where their document has no such token; no row that counts reads them there.
 
@@ -60,14 +62,16 @@ class Batch:
     asking_N: torch.Tensor
     rank_T: torch.Tensor
     starts: torch.Tensor
+    longest: int
     documents: list[Document]
     chunks: list[Chunk]
     dtype: torch.dtype
     scale: torch.Tensor | None = None
 
     @property
-    def longest(self) -> int:
-        return max(doc.end - doc.start for doc in self.documents)
+    def tensors(self) -> list[torch.Tensor]:
+        own = [value for value in self.__dict__.values() if isinstance(value, torch.Tensor)]
+        return [*own, *(tensor for chunk in self.chunks for tensor in (chunk.needed_N, chunk.where_CK))]
 
     @property
     def num_tokens(self) -> int:
@@ -90,6 +94,9 @@ class Batch:
     def pinned(self) -> Batch:
         """In memory that a GPU can copy from while others go on."""
         return self._with(torch.Tensor.pin_memory)
+
+    def copied(self) -> Batch:
+        return self._with(torch.Tensor.clone)
 
     def used_on(self, stream: torch.cuda.Stream) -> None:
         """Tells the allocator, should this have been made on another stream, to keep it until `stream` has passed its last use."""
@@ -117,7 +124,8 @@ def countable_steps(supervised_T: torch.Tensor, num_steps: int) -> torch.Tensor:
 
 
 def make_batch(
-    rows: Sequence[FeatureRow], embedding: torch.Tensor, num_steps: int, dtype: torch.dtype, multiple: int = 1, chunk: int = 1024, pin: bool = False
+    rows: Sequence[FeatureRow], embedding: torch.Tensor, num_steps: int, dtype: torch.dtype, multiple: int = 1, chunk: int = 1024, pin: bool = False,
+    fixed: int = 0,
 ) -> Batch:  # fmt: skip
     """Packs whole rows, each a document of its own.
 
@@ -125,8 +133,10 @@ def make_batch(
     multiple: positions and rows are filled up to a multiple of it by one more document, of zeros, whose rows have num_steps 0 and so never count.
     Matrix libraries prepare anew for every shape they have not met; with few shapes a training step on the CPU is
     1.2 times as fast (benchmarks/train_step_cpu.py).
-    chunk: rows whose logits exist at once. pin: whether a GPU will copy the batch.
+    chunk: rows whose logits exist at once. pin: whether a GPU will copy the batch. fixed: tokens for which all batches are to be large enough, and their other
+    sizes among a few, so that one CUDA graph does for many (graph.py); rows of more tokens are packed as if it were 0.
     """
+    fixed = fixed if sum(len(row.tokens) for row in rows) <= fixed else 0
     next_T, label_T, positions_T, indices, steps, documents = [], [], [], [], [], []
     start = row_start = 0
     for row in rows:
@@ -141,8 +151,8 @@ def make_batch(
         steps.append(counts_T[here])
         documents.append(Document(start, start + length, row_start, row_start + len(here)))
         start, row_start = start + length, row_start + len(here)
-    more_rows = -row_start % multiple
-    more = -start % multiple or (multiple if more_rows else 0)  # rows need a position of their own to stand at
+    more_rows = -row_start % (max(1, fixed // ROW_SIZES) if fixed else multiple)
+    more = fixed + multiple - start if fixed else -start % multiple or (multiple if more_rows else 0)  # rows need a position of their own to stand at
     if more:
         for column in (next_T, label_T, positions_T):
             column.append(torch.zeros(more, dtype=torch.int64))
@@ -159,7 +169,8 @@ def make_batch(
     asked_T = torch.zeros(num_tokens, dtype=torch.bool)
     for k in range(num_steps):
         asked_T[(rows_R + k).clamp(max=num_tokens - 1)] = True
-    asking_N = _filled(asked_T.nonzero(as_tuple=True)[0])
+    asking_N = _filled(asked_T.nonzero(as_tuple=True)[0], num_tokens if fixed else 128)
+    starts, longest = torch.tensor([0, *(doc.end for doc in documents)], dtype=torch.int32), max(doc.end - doc.start for doc in documents)
     return Batch(
         aux=aux if scale is not None else aux.to(dtype),
         last=last if scale is not None else last.to(dtype),
@@ -174,9 +185,10 @@ def make_batch(
         row_of_T=row_of_T,
         asking_N=asking_N,
         rank_T=torch.where(asked_T, asked_T.cumsum(0) - 1, len(asking_N)),
-        starts=torch.tensor([0, *(doc.end for doc in documents)], dtype=torch.int32),
+        starts=_filled(starts, 64) if fixed else starts,
+        longest=1 << (longest - 1).bit_length() if fixed else longest,
         documents=documents,
-        chunks=_chunks(rows_R, num_tokens, num_steps, chunk),
+        chunks=_chunks(rows_R, num_tokens, num_steps, chunk, fixed > 0),
     )
 
 
@@ -192,17 +204,18 @@ def _packed(parts: list[torch.Tensor | None], more: int, pin: bool) -> torch.Ten
     return torch.cat([*(tensor.view(joined) for tensor in tensors), zeros], out=out).view(dtype)
 
 
-def _chunks(rows_R: torch.Tensor, num_tokens: int, num_steps: int, size: int) -> list[Chunk]:
+def _chunks(rows_R: torch.Tensor, num_tokens: int, num_steps: int, size: int, fixed: bool) -> list[Chunk]:
     chunks = []
     for start in range(0, len(rows_R), size):
         part_C = rows_R[start : start + size]
         # Step k of row i is taught by `last` of position i + k + 1. Behind the end no row counts, and the clamp only keeps the index legal.
         taught_CK = (part_C[:, None] + 1 + torch.arange(num_steps)).clamp(max=num_tokens - 1)
         needed_N, where_CK = torch.unique(taught_CK, return_inverse=True)
-        chunks.append(Chunk(start, start + len(part_C), _filled(needed_N), where_CK))
+        chunks.append(Chunk(start, start + len(part_C), _filled(needed_N, size // 4, 5 * size // 4) if fixed else _filled(needed_N), where_CK))
     return chunks
 
 
-def _filled(index_N: torch.Tensor) -> torch.Tensor:
-    """Up to a multiple of 128, with copies of the last entry."""
-    return torch.cat((index_N, index_N[-1:].expand(-len(index_N) % 128)))
+def _filled(index_N: torch.Tensor, multiple: int = 128, least: int = 0) -> torch.Tensor:
+    """Up to a multiple and to `least`, with copies of the last entry."""
+    wanted = max(least, len(index_N) + -len(index_N) % multiple)
+    return torch.cat((index_N, index_N[-1:].expand(wanted - len(index_N))))

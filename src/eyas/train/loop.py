@@ -191,7 +191,7 @@ def optimizer_step(draft: Draft, optimizer: Optimizers, materials: Materials, se
     return total, grad_norm
 
 
-def backward(draft: Draft, materials: Materials, batch: Batch, section: TrainSection, denominator: float) -> LossSums:
+def backward(draft: Draft, materials: Materials, batch: Batch, section: TrainSection, denominator: float | torch.Tensor) -> LossSums:
     """Adds the batch's gradients to those of the draft."""
     steps = unroll(draft, batch, section.unroll_steps, section.recompute)
     objective = Objective(section.step_weight, denominator, section.loss)

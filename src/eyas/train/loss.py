@@ -64,10 +64,10 @@ class LossSums:
 @dataclass(frozen=True)
 class Objective:
     """kind: of a row's loss. step_weight: step k weighs step_weight**k. denominator: the rows that count at step 0 in the whole optimiser step, over all its
-    batches, so that the split into batches changes nothing."""
+    batches, so that the split into batches changes nothing; a tensor where a graph reads it anew each time."""
 
     step_weight: float
-    denominator: float
+    denominator: float | torch.Tensor
     kind: Literal["soft", "lk"] = "soft"
 
 
