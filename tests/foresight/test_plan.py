@@ -67,7 +67,11 @@ def test_kimi_k2_5_is_counted_from_its_config_alone() -> None:
     assert abs(size.bytes / 2**30 / 547 - 1) < 0.02
     assert cache_bytes(spec.text_config, 61) == 61 * 576 * 2
     assert describe_quantization(spec.quantization) == "compressed-tensors, int4, groups of 32"
-    assert spec.architecture == "KimiK25ForConditionalGeneration" and (spec.num_layers, spec.hidden_size, spec.vocab_size) == (61, 7168, 163_840)
+    assert (spec.architecture, spec.wrapper) == ("KimiK25ForConditionalGeneration", "text_config") and (spec.num_layers, spec.hidden_size, spec.vocab_size) == (
+        61,
+        7168,
+        163_840,
+    )
 
 
 def test_an_expert_counts_for_as_many_tokens_as_choose_it(tmp_path: Path) -> None:

@@ -145,7 +145,8 @@ def _facts(spec: TargetSpec, size: Size | None, weights: int, stored: str, chat:
         attention = f"{heads} heads, {text.get('num_key_value_heads') or heads} of keys and values"
     experts = num_experts(text)
     return {
-        "path": str(spec.path), "model_type": text["model_type"], "architecture": spec.architecture, "layers": spec.num_layers, "width": spec.hidden_size,
+        "path": str(spec.path), "model_type": text["model_type"], "architecture": spec.architecture, "wrapper": spec.wrapper,
+        "layers": spec.num_layers, "width": spec.hidden_size,
         "attention": attention, "vocabulary": spec.vocab_size, "longest": spec.max_length, "tied": spec.tied,
         "experts": f"{experts}, of which {experts_used(text)}" if experts else "none", "quantization": describe_quantization(spec.quantization),
         "parameters": size.parameters if size else None, "active": size.active if size else None, "bytes": weights, "bytes_from": stored,

@@ -25,12 +25,12 @@ def show_findings(findings: Iterable[Finding], console: Console) -> None:
 
 def show_plan(plan: Plan, price: float | None, console: Console) -> None:
     target = plan.target
-    size = "size unknown"
+    size, wrapper = "size unknown", target["wrapper"]
     if target["parameters"]:
         size = f"{target['parameters'] / 1e9:,.2f}B parameters, {target['active'] / 1e9:,.2f}B met by a token"
     console.print(Text("Target", "bold"))
     for name, text in (
-        ("model", f"{target['architecture']} ({target['model_type']}), {size}"),
+        ("model", f"{target['architecture']} ({target['model_type']}{f' in its {wrapper}' if wrapper else ''}), {size}"),
         (
             "shape",
             f"{target['layers']} layers, {target['width']:,} wide, {target['attention']}, experts {target['experts']}, vocabulary {target['vocabulary']:,}",

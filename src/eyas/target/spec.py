@@ -28,7 +28,7 @@ SAMPLE = 1 << 20  # bytes read at both ends of each weight file for the fingerpr
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """`text_config` is the language model's own config, which a multimodal wrapper keeps one level down."""
+    """`text_config` is the language model's own config, which a multimodal wrapper keeps one level down: under `wrapper`, empty where there is none."""
 
     path: Path
     text_config: dict[str, Any]
@@ -42,6 +42,7 @@ class TargetSpec:
     architecture: str  # the class that config.json names, which engines look up; a wrapper's where there is one
     quantization: dict[str, Any]  # quantization_config, empty if there is none
     fingerprint: dict[str, str]  # "weights" and "tokenizer": hashes of what the files hold
+    wrapper: str = ""
 
     @property
     def default_layers(self) -> list[int]:
@@ -58,7 +59,8 @@ def read_spec(path: Path, need_weights: bool = True) -> TargetSpec:
     if not path.is_dir():
         raise UserError(f"target.path {path} is not a folder. Give the folder of a model: config.json, *.safetensors, a tokenizer.")
     config = _read_config(path / "config.json", required=True)
-    text = next((config[key] for key in ("text_config", "llm_config", "language_config") if isinstance(config.get(key), dict)), config)
+    wrapper = next((key for key in ("text_config", "llm_config", "language_config") if isinstance(config.get(key), dict)), "")
+    text = config[wrapper] if wrapper else config
     weights = sorted(path.glob("*.safetensors"))
     if not weights and need_weights:
         raise UserError(f"{path} holds no *.safetensors file, so no weights. Download the model completely, or convert it to safetensors.")
@@ -88,6 +90,7 @@ def read_spec(path: Path, need_weights: bool = True) -> TargetSpec:
         architecture=str(next(iter(config.get("architectures") or []), text["model_type"])),
         quantization=next((source["quantization_config"] for source in (config, text) if isinstance(source.get("quantization_config"), dict)), {}),
         fingerprint={"weights": _weights_fingerprint(path / "config.json", weights), "tokenizer": _tokenizer_fingerprint(path)},
+        wrapper=wrapper,
     )
 
 
