@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,14 @@ def make_tiny_target(folder: Path, num_layers: int = 6, hidden_size: int = 32, *
     model.generation_config.eos_token_id = 2
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(autouse=True, scope="session")
+def ctrl_c_is_heard() -> Iterator[None]:
+    """A script's shell starts what is put into the background deaf to Ctrl-C, which some tests press."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)
