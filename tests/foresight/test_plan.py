@@ -184,6 +184,15 @@ def test_few_optimiser_steps_are_a_warning_that_names_a_smaller_one(size: int, e
     assert [f"Set it to {told}" in step for step in steps] == ([True] if told else [])
 
 
+def test_no_step_is_advised_that_would_leave_gpus_idle(tmp_path: Path, tiny_target: Path) -> None:
+    """8 x 4,096 tokens keep eight GPUs busy: half of 65,536 does, half of 32,768 does not."""
+    for size, told in ((65_536, 1), (32_768, 0)):
+        (tmp_path / f"{size}").mkdir()
+        path = write_run(tmp_path / f"{size}", tiny_target, train={"tokens_per_step": size})
+        found = plan_of(path, "8xH200", "target.device=auto")
+        assert sum(finding.name == "steps" for finding in found.findings) == told
+
+
 def test_the_founding_case_is_foretold_within_a_quarter() -> None:
     """It ran at about 2,280 tokens a second, eight GPUs on PCIe; which ones is not published."""
     config, spec = load(KIMI / "run.toml", []), read_spec(KIMI / "target", need_weights=False)

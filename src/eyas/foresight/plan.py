@@ -109,7 +109,7 @@ def make_plan(config: RunConfig, spec: TargetSpec, hardware: Hardware, rates: di
     findings += too_much(config, spec, plan.memory, weights, hardware, plan.tokens)
     if plan.tokens is not None:
         features = plan.tokens.tokens * token_bytes(config, spec)
-        findings += _of_steps(config, plan.tokens)
+        findings += _of_steps(config, plan.tokens, _processes(config, hardware, False))
         findings += _of_disk(config, features)
         if hardware.count and features > quota(config) and gpus_to_train_on(config, True, hardware.count) == hardware.count:
             findings += in_turns(config, plan.memory, hardware)
@@ -244,12 +244,12 @@ def _num_steps(config: RunConfig, tokens: Tokens) -> int:
     return -(-tokens.tokens * config.train.epochs // config.train.tokens_per_step)
 
 
-def _of_steps(config: RunConfig, tokens: Tokens) -> list[Finding]:
+def _of_steps(config: RunConfig, tokens: Tokens, processes: int) -> list[Finding]:
     steps, size = _num_steps(config, tokens), config.train.tokens_per_step
-    if steps >= FEW_STEPS or size // 2 < LEAST_STEP:
+    if steps >= FEW_STEPS or size // 2 < max(LEAST_STEP, SHARE * processes if processes > 1 else 0):
         return []
     words = f"train.tokens_per_step = {size:,} makes {steps:,} optimiser steps, which are few for a draft to learn in"
-    return [Finding("steps", "warn", words, f"Set it to {max(LEAST_STEP, size // 2)}, or raise train.epochs.")]
+    return [Finding("steps", "warn", words, f"Set it to {size // 2}, or raise train.epochs.")]
 
 
 def _of_disk(config: RunConfig, features: int) -> list[Finding]:
