@@ -25,7 +25,8 @@ from eyas.features.reader import FeatureReader
 from eyas.target.embeddings import TargetHead
 from eyas.target.engine import keep_freed_memory, resolve_device
 from eyas.train.feed import Step
-from eyas.train.loop import Materials, optimizer_step, steps_of
+from eyas.train.graph import Work
+from eyas.train.loop import Materials, fixed_tokens, make_work, optimizer_step, steps_of
 from eyas.train.loss import Teacher
 from eyas.train.optim import make_optimizer
 from eyas.train.sampler import epoch_order, pack
@@ -49,25 +50,26 @@ def main() -> None:
     teacher = Teacher(TargetHead(table, torch.ones(width), 1e-5, table, None), ids, dtype, device)
     section = TrainSection(optimizer="adamw", unroll_steps=7, tokens_per_step=options.tokens, tokens_per_batch=options.tokens)
     draft = Draft(shape).to(device)
-    optimizer = make_optimizer(draft, section, dtype)
+    optimizer, fixed = make_optimizer(draft, section, dtype), fixed_tokens(draft, section, device)
     for name in options.dtype:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             write_store(Path(folder), random_rows(options.rows, options.length, width, DTYPES[name], vocab))
             reader = FeatureReader(Path(folder))
             schedule = [[step] for step in pack(epoch_order(list(reader.lengths), 0, 0), reader.lengths, options.tokens)]
             materials = Materials(reader, [], [], table, teacher, ids, dtype, device)
-            (held,) = steps_of(materials, section, schedule[:1])
+            (held,) = steps_of(materials, section, schedule[:1], fixed=fixed)
+            work = make_work(draft, materials, section, print)
 
-            def run(steps: Iterable[Step], materials: Materials = materials) -> float:
+            def run(steps: Iterable[Step], materials: Materials = materials, work: Work = work) -> float:
                 start = time.perf_counter()
                 for step in steps:
-                    optimizer_step(draft, optimizer, materials, section, step, 0.01)
+                    optimizer_step(draft, optimizer, materials, section, step, 0.01, work)
                 if device.type == "cuda":
                     torch.cuda.synchronize()
                 return time.perf_counter() - start
 
-            run([held] * 3)  # compiles
-            rounds = [(run(steps_of(materials, section, schedule)), run([held] * len(schedule))) for _ in range(3)]
+            run([held] * 3)  # compiles, or captures as a graph
+            rounds = [(run(steps_of(materials, section, schedule, fixed=fixed)), run([held] * len(schedule))) for _ in range(3)]
             read, fed = (sorted(seconds)[1] for seconds in zip(*rounds, strict=True))
             tokens = sum(reader.lengths.values())
             size = sum(file.stat().st_size for file in Path(folder).glob("shard-*"))

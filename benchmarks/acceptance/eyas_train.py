@@ -22,10 +22,9 @@ from eyas.draft.init import new_draft
 from eyas.draft.shape import DraftShape, draft_shape
 from eyas.target.engine import keep_freed_memory
 from eyas.train import loop
-from eyas.train.batch import Batch, make_batch
+from eyas.train.batch import make_batch
 from eyas.train.feed import denominator
-from eyas.train.graph import Graphs
-from eyas.train.loss import LossSums, Teacher
+from eyas.train.loss import Teacher
 from eyas.train.optim import make_optimizer, rate_share
 from eyas.train.run import set_products
 from eyas.train.sampler import epoch_order, pack
@@ -47,13 +46,13 @@ class Eyas:
         self.model = new_draft(self.shape, options.seed, ids, head if draft.init_head == "target" else None).to(self.device)
         set_products(self.model, self.section, self.device)
         self.optimizer = make_optimizer(self.model, self.section, dtype)
-        self.fixed = self.section.tokens_per_batch if options.graphs else 0
-        self.run = Graphs(self.model, self.add_gradients, common.say) if options.graphs else self.add_gradients
         self.index = {key: index for index, key in enumerate(materials.keys)}
         self.materials = loop.Materials(
             materials.reader, materials.keys, [], head.embedding.to(dtype), Teacher(head, ids, dtype, self.device), ids.to(self.device), dtype,
             self.device,
         )  # fmt: skip
+        self.fixed = loop.fixed_tokens(self.model, self.section, self.device)
+        self.run = loop.make_work(self.model, self.materials, self.section, common.say)
 
     def order(self, epoch: int) -> list[list[int]]:
         steps = pack(epoch_order(self.materials.train_keys, self.seed, epoch), self.materials.reader.lengths, self.section.tokens_per_step)
@@ -81,9 +80,6 @@ class Eyas:
             total += (sums.loss * weights).sum() / rows
         return total
 
-    def add_gradients(self, batch: Batch, denominator: float | torch.Tensor) -> LossSums:
-        return loop.backward(self.model, self.materials, batch, self.section, denominator)
-
     def forget_gradients(self) -> None:
         self.optimizer.zero_grad()
 
@@ -103,6 +99,5 @@ def check(materials: Materials, options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     arguments = common.parser(__doc__ or "", TrainSection().lr, TrainSection().step_weight)
     arguments.set_defaults(unroll=TrainSection().unroll_steps)
-    arguments.add_argument("--graphs", action="store_true", help="launch forward and backward of each batch as one CUDA graph")
     arguments.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     common.main(Eyas, check, arguments.parse_args())

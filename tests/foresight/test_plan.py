@@ -164,17 +164,21 @@ def test_time_and_price_follow_from_the_rates(tmp_path: Path, tiny_target: Path)
 
 
 def test_a_small_draft_on_a_gpu_takes_as_long_as_its_steps_are_launched(tmp_path: Path, smollm2: Path) -> None:
-    """70 ms a step of seven draft steps, as measured on an H200 (docs/log.md); its products alone would take a tenth of that. A draft of an 8B target is not
-    bound by it."""
-    path = write_run(tmp_path, smollm2, train={"epochs": 100, "tokens_per_step": 1024, "tokens_per_batch": 512, "unroll_steps": 7})
-    found = plan_of(path, "1xH200")
-    assert found.tokens is not None
-    steps = -(-100 * found.tokens.tokens // 1024)
-    assert {stage.name: stage.seconds for stage in found.stages}["train"] == pytest.approx(2 * steps * 7 * 0.010)
+    """65 ms a step of seven draft steps, or 10.6 as a graph, as measured on an H200 (docs/log.md); its products alone would take less. A draft of an 8B target
+    is not bound by it."""
+    for recompute, launch in ((True, 0.009), (False, 0.0015)):  # what is computed anew in backward is not made a graph
+        (tmp_path / f"{recompute}").mkdir()
+        train = {"epochs": 100, "tokens_per_step": 1024, "tokens_per_batch": 512, "unroll_steps": 7, "recompute": recompute}
+        found = plan_of(write_run(tmp_path / f"{recompute}", smollm2, train=train), "1xH200")
+        assert found.tokens is not None
+        steps = -(-100 * found.tokens.tokens // 1024)
+        assert {stage.name: stage.seconds for stage in found.stages}["train"] == pytest.approx(2 * steps * 7 * launch)
     (tmp_path / "other").mkdir()
-    large = write_run(tmp_path / "other", config_only(tmp_path / "8b", LLAMA_8B), train={"epochs": 100})
+    large = write_run(
+        tmp_path / "other", config_only(tmp_path / "8b", LLAMA_8B), train={"epochs": 100, "tokens_per_step": 8192, "tokens_per_batch": 8192, "unroll_steps": 7}
+    )
     tokens, seconds = plan_of(large, "1xH200").tokens, {stage.name: stage.seconds for stage in plan_of(large, "1xH200").stages}["train"]
-    assert tokens is not None and seconds is not None and seconds > 100 * tokens.tokens / 8192 * 0.15
+    assert tokens is not None and seconds is not None and seconds > 100 * tokens.tokens / 8192 * 0.1
 
 
 @pytest.mark.parametrize(("size", "epochs", "told"), [(8192, 3, "4096"), (4096, 3, "2048"), (2048, 3, None), (8192, 10_000, None)])

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import plain_flash
 import pytest
 import torch
 from draft_helpers import EMBEDDING, VOCAB, gradients, random_draft, random_head, random_ids, random_row, relative_error, small_shape
+from training import Training
 
 import eyas.draft.flash
+import eyas.train.graph
 import eyas.train.unroll
 from eyas.config import TrainSection
 from eyas.draft.model import Draft
 from eyas.features.shard import FeatureRow
 from eyas.target.embeddings import TargetHead
+from eyas.train import checkpoint, loop
 from eyas.train.batch import Batch, make_batch
 from eyas.train.graph import Graphs
 from eyas.train.loss import LossSums, Objective, Teacher, loss_backward
@@ -113,6 +117,34 @@ def test_training_by_graphs_gives_the_weights_of_training_without(frozen: bool) 
         ends.append((draft.state_dict(), [total.stacked for total in totals]))
     assert all(torch.equal(ends[0][0][name], ends[1][0][name]) for name in ends[0][0])
     assert all(map(torch.equal, ends[0][1], ends[1][1]))
+
+
+def test_a_training_run_takes_its_steps_by_graphs_and_ends_with_the_same_weights(prepared_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: batches of fixed size, one graph. Then the same batches plainly."""
+    monkeypatch.setattr(loop, "fixed_tokens", lambda draft, section, device: loop.batch_tokens(section))
+    captures: list[int] = []
+
+    def counted(work: Callable[[], LossSums]) -> tuple[Callable[[], None], LossSums]:
+        captures.append(1)
+        return pretended(work)
+
+    def plainly(draft: Draft, materials: loop.Materials, section: TrainSection, say: Callable[[str], None]) -> Callable[[Batch, float], LossSums]:
+        return lambda batch, denominator: loop.backward(draft, materials, batch, section, denominator)
+
+    ends = []
+    for name in ("graphs", "plain"):
+        training = Training(prepared_run, prepared_run.parent / name, "train.unroll_steps=3")
+        with monkeypatch.context() as patched:
+            patched.setattr(eyas.train.graph, "GpuCapture", lambda: counted)
+            if name == "plain":
+                patched.setattr(loop, "make_work", plainly)
+            training.go()
+        newest = checkpoint.latest(training.folder / "train" / "checkpoints")
+        assert newest is not None
+        ends.append((checkpoint.load_draft(newest).state_dict(), training.log()))
+    assert 0 < len(captures) < len(ends[0][1]) / 2
+    assert ends[0][1] == ends[1][1]
+    assert all(torch.equal(ends[0][0][name], ends[1][0][name]) for name in ends[0][0])
 
 
 @pytest.mark.parametrize("fault", ["it cannot be made", "it does something else"])

@@ -7,7 +7,9 @@ delta = sum(grad * output), which are the merged ones. (Algorithm 2 of FlashAtte
 Queries of positions that are no rows are zeros: attention over documents of a few thousand tokens is a few hundredths of a step, and then nothing has to be
 packed twice.
 
-Legend: T positions of the pack, R rows, H query heads, G key-value heads, d head width, J own keys of a row so far.
+The merge is compiled for each number of own keys. So there are few such numbers: a list of them is filled up with keys that weigh nothing.
+
+Legend: T positions of the pack, R rows, H query heads, G key-value heads, d head width, J own keys of a row so far, filled up.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from typing import Any
 import torch
 
 from eyas.draft.fused import fused
+
+OWN_MULTIPLE = 3  # seven steps then merge 27 keys instead of 21, and compile 2 lists instead of 6
 
 
 def flash_fits(keys: torch.Tensor) -> bool:
@@ -77,7 +81,7 @@ class _Merged(torch.autograd.Function):
         out_THd, lse_HT, seed, unused = flash_forward(q_THd, k_TGd, v_TGd, starts, longest)
         weights_RHJ = torch.empty(0)
         if num_own:
-            out_RHd, lse_RH, weights_RHJ = merge(q_RHd, out_THd, lse_HT.T, rows_R, own[:num_own], own[num_own:])
+            out_RHd, lse_RH, weights_RHJ = merge(q_RHd, out_THd, lse_HT.T, rows_R, *filled(own[:num_own], own[num_own:]))
             lse_HT = lse_HT.index_copy(1, rows_R, lse_RH.T)
         else:
             out_RHd = out_THd.index_select(0, rows_R)
@@ -94,12 +98,21 @@ class _Merged(torch.autograd.Function):
         grad_q_THd, grad_k, grad_v = flash_backward(grad_THd, q_THd, k_TGd, v_TGd, out_THd, lse_HT, starts, ctx.longest, seed, unused)
         grads_own: list[torch.Tensor] = []
         if ctx.num_own:
-            own_keys, own_values = own[: ctx.num_own], own[ctx.num_own :]
+            own_keys, own_values, _ = filled(own[: ctx.num_own], own[ctx.num_own :])
             grad_q, keys, values = merge_backward(grad_RHd, q_RHd, out_RHd, grad_q_THd, rows_R, weights_RHJ, own_keys, own_values)
-            grads_own = [*keys, *values]
+            grads_own = [*keys[: ctx.num_own], *values[: ctx.num_own]]
         else:
             grad_q = grad_q_THd.index_select(0, rows_R)
         return grad_q, grad_k, grad_v, *(None,) * 5, *grads_own
+
+
+def filled(keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    """Keys and values, as many as the next multiple says, and what is added to their scores [J]: 0, or for those that fill up, minus infinity."""
+    more = -len(keys) % OWN_MULTIPLE
+    added_J = torch.zeros(len(keys) + more, device=keys[0].device)
+    added_J[len(keys) :] = float("-inf")
+    # As other tensors over the same memory: torch compiles anew where one tensor comes twice.
+    return [*keys, *(keys[0].detach() for _ in range(more))], [*values, *(values[0].detach() for _ in range(more))], added_J
 
 
 @fused
@@ -117,12 +130,13 @@ def merge(
     rows_R: torch.Tensor,
     own_keys: Sequence[torch.Tensor],
     own_values: Sequence[torch.Tensor],
+    added_J: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """-> output over step 0's and own keys [R, H, d], its log-sum-exp float32 [R, H], the own keys' weights float32 [R, H, J]."""
     out_RHd, lse_RH = out_THd[rows_R], lse_TH[rows_R]
     groups = own_keys[0].shape[1]
     q_RGhd = q_RHd.unflatten(1, (groups, -1)).float() * q_RHd.shape[-1] ** -0.5
-    scores_RHJ = torch.stack([(q_RGhd * key.float().unsqueeze(2)).sum(-1).flatten(1) for key in own_keys], dim=-1)
+    scores_RHJ = torch.stack([(q_RGhd * key.float().unsqueeze(2)).sum(-1).flatten(1) for key in own_keys], dim=-1) + added_J
     merged_RH = torch.logsumexp(torch.cat((lse_RH.unsqueeze(-1), scores_RHJ), dim=-1), dim=-1)
     weights_RHJ = (scores_RHJ - merged_RH.unsqueeze(-1)).exp()
     mixed_RGhd = (out_RHd.float() * (lse_RH - merged_RH).exp().unsqueeze(-1)).unflatten(1, (groups, -1))

@@ -1,14 +1,15 @@
 """Elementwise parts: on a GPU each becomes one or two kernels, elsewhere it runs as written.
 
 torch.compile works on functions of tensors without products: products go to the vendor's library as they are. What differs from batch to batch is how many
-rows there are, the first size of every tensor but a parameter. torch is told so, and compiles each function once for all of them.
+rows there are, the first size of every tensor but a parameter. torch is told so, and compiles each function once for all of them. It would also compile
+anew for a tensor that once wants a gradient and once does not: where none is recorded, it is shown none that does.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -31,17 +32,16 @@ def fused(function: Callable[P, T]) -> Callable[P, T]:
     def call(*arguments: P.args, **keywords: P.kwargs) -> T:
         if not compiles(arguments[0]):
             return function(*arguments, **keywords)
-        for tensor in _tensors(arguments):
-            if not isinstance(tensor, torch.nn.Parameter):
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return compiled(*arguments, **keywords)
+        return compiled(*(_shown(argument) for argument in arguments), **keywords)
 
     return call
 
 
-def _tensors(arguments: Iterable[object]) -> Iterable[torch.Tensor]:
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            yield argument
-        elif isinstance(argument, list | tuple):
-            yield from _tensors(argument)
+def _shown(argument: Any) -> Any:
+    if isinstance(argument, list | tuple):
+        return type(argument)(map(_shown, argument))
+    if not isinstance(argument, torch.Tensor) or isinstance(argument, torch.nn.Parameter):
+        return argument
+    tensor = argument if torch.is_grad_enabled() else argument.detach()
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensor

@@ -30,7 +30,7 @@ from eyas.target.engine import Sampling, TargetEngine, keep_freed_memory, resolv
 from eyas.target.spec import TargetSpec
 from eyas.train.batch import make_batch
 from eyas.train.feed import Step
-from eyas.train.loop import SHAPE_MULTIPLE, Materials, loss_chunk, optimizer_step
+from eyas.train.loop import SHAPE_MULTIPLE, Materials, fixed_tokens, loss_chunk, make_work, optimizer_step
 from eyas.train.loss import Teacher
 from eyas.train.optim import make_optimizer
 from eyas.train.run import set_products, shape_of
@@ -137,6 +137,7 @@ def _trained(config: RunConfig, spec: TargetSpec, share: float, length: int, sto
     optimizer = make_optimizer(draft, config.train, dtype)
     teacher = Teacher(head, ids, dtype, device)
     materials = Materials(FeatureReader(store / "features"), [], [], head.embedding.to(dtype), teacher, ids.to(device), dtype, device)
+    fixed, work = fixed_tokens(draft, config.train, device), make_work(draft, materials, config.train, lambda line: None)
     per_batch = max(1, config.train.tokens_per_batch // length)
     num_batches = max(1, config.train.tokens_per_step // config.train.tokens_per_batch)
     rows = [
@@ -148,10 +149,11 @@ def _trained(config: RunConfig, spec: TargetSpec, share: float, length: int, sto
     ]  # fmt: skip
 
     def step() -> None:
-        batch = make_batch(rows, materials.embedding, config.train.unroll_steps, dtype, SHAPE_MULTIPLE, loss_chunk(device)).to(device)
-        optimizer_step(draft, optimizer, materials, config.train, Step([batch] * num_batches, float(len(rows) * length)), 1.0)
+        batch = make_batch(rows, materials.embedding, config.train.unroll_steps, dtype, SHAPE_MULTIPLE, loss_chunk(device), fixed=fixed).to(device)
+        optimizer_step(draft, optimizer, materials, config.train, Step([batch] * num_batches, float(len(rows) * length)), 1.0, work)
 
-    step()
+    for _ in range(2):  # compiled, and captured as a graph
+        step()
     done, start = 0, time.monotonic()
     while time.monotonic() - start < SECONDS:
         step()

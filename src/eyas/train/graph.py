@@ -2,7 +2,7 @@
 
 A graph is what the GPU was given, with all sizes and addresses. So batches come in few sizes (`make_batch(..., fixed=...)`), are copied to where the graph
 reads them, and gradients are always the same tensors. Each graph is held against a plain run over its first batch, bit for bit; if one differs or cannot be
-made, all batches run plainly. `eyas train` does not use it yet: it has not run on a GPU (benchmarks/train_step.py --graph).
+made, all batches run plainly.
 """
 
 from __future__ import annotations

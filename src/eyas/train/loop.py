@@ -9,7 +9,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -31,12 +31,15 @@ from eyas.train.batch import Batch, make_batch
 from eyas.train.checkpoint import TrainState
 from eyas.train.distributed import ALONE, World
 from eyas.train.feed import Step, feed
+from eyas.train.graph import Graphs, Work
 from eyas.train.loss import LossSums, Objective, Teacher, loss_backward
 from eyas.train.optim import Optimizers, make_optimizer, rate_share
 from eyas.train.sampler import epoch_rows, own_batches, pack
 from eyas.train.unroll import unroll
 
 FALLEN = 0.02  # of the best acceptance: more than it moves by chance from one checkpoint to the next
+# Tokens of a batch times the draft's weights, below which launching bounds training: 9 ms a draft step, in which an H200 does 4e12 products and additions.
+GRAPHED = 6e11
 SHAPE_MULTIPLE = 128  # positions and rows of a batch; fewer shapes are faster, more padding is slower
 
 
@@ -93,9 +96,9 @@ def train(draft: Draft, materials: Materials, section: TrainSection, seed: int, 
     """Trains to the end of the schedule, from the newest checkpoint in `folder` if there is one."""
     world, lengths = materials.world, materials.reader.lengths
     rows = [(epoch, step) for epoch in range(section.epochs) for step in epoch_rows(materials.train_keys, lengths, section.tokens_per_step, seed, epoch)]
-    whole, capacity = [step for _, step in rows], min(section.tokens_per_step, section.tokens_per_batch)
-    schedule = [(epoch, own_batches(step, lengths, capacity, world.rank, world.size)) for epoch, step in rows]
-    optimizer = make_optimizer(draft, section, materials.dtype)
+    whole = [step for _, step in rows]
+    schedule = [(epoch, own_batches(step, lengths, batch_tokens(section), world.rank, world.size)) for epoch, step in rows]
+    optimizer, work = make_optimizer(draft, section, materials.dtype), make_work(draft, materials, section, reporter.say)
     state = TrainState(0, 0, None)
     if newest := checkpoint.latest(folder / "checkpoints"):
         state = checkpoint.load(newest, draft, optimizer)
@@ -123,9 +126,10 @@ def train(draft: Draft, materials: Materials, section: TrainSection, seed: int, 
             told_at = now
             task.advance(tokens_of[step - 1], f"step {step}/{len(schedule)}, loss {loss:.3f}, agreement {sums.agreed[0] / sums.rows[0]:.1%}")
 
-        for (epoch, _), step in zip(todo, steps_of(materials, section, [keys for _, keys in todo], whole[state.step :]), strict=True):
+        steps = steps_of(materials, section, [keys for _, keys in todo], whole[state.step :], fixed_tokens(draft, section, materials.device))
+        for (epoch, _), step in zip(todo, steps, strict=True):
             share = rate_share(section, state.step, len(schedule))
-            sums, grad_norm = optimizer_step(draft, optimizer, materials, section, step, share)
+            sums, grad_norm = optimizer_step(draft, optimizer, materials, section, step, share, work)
             state = replace(state, step=state.step + 1)
             if taken:
                 tell(taken)  # the device has this step to work at
@@ -158,14 +162,16 @@ def turned(state: TrainState, section: TrainSection) -> bool:
     return waited and state.acceptance < (1 - FALLEN) * state.best_acceptance
 
 
-def steps_of(materials: Materials, section: TrainSection, schedule: Sequence[list[list[str]]], whole: Sequence[list[str]] | None = None) -> Iterator[Step]:
+def steps_of(
+    materials: Materials, section: TrainSection, schedule: Sequence[list[list[str]]], whole: Sequence[list[str]] | None = None, fixed: int = 0
+) -> Iterator[Step]:
     """The batches of each step of the schedule, whose entries are the keys of each batch. whole: all keys of each step, of all processes; those of the schedule
-    where there is one."""
+    where there is one. fixed: as for `make_batch`."""
     whole = [[key for batch in step for key in batch] for step in schedule] if whole is None else whole
 
     def pack(rows: list[FeatureRow]) -> Batch:
         cuda = materials.device.type == "cuda"
-        return make_batch(rows, materials.embedding, section.unroll_steps, materials.dtype, SHAPE_MULTIPLE, loss_chunk(materials.device), pin=cuda)
+        return make_batch(rows, materials.embedding, section.unroll_steps, materials.dtype, SHAPE_MULTIPLE, loss_chunk(materials.device), cuda, fixed)
 
     for part in materials.reader.parts(schedule, whole):
         yield from feed(part, materials.reader.row, pack, materials.device)
@@ -176,19 +182,45 @@ def per_row(sums: torch.Tensor, rows: torch.Tensor) -> list[float | None]:
     return [total / count if count else None for total, count in zip(sums.tolist(), rows.tolist(), strict=True)]
 
 
-def optimizer_step(draft: Draft, optimizer: Optimizers, materials: Materials, section: TrainSection, step: Step, share: float) -> tuple[LossSums, torch.Tensor]:
+def optimizer_step(
+    draft: Draft, optimizer: Optimizers, materials: Materials, section: TrainSection, step: Step, share: float, work: Work | None = None
+) -> tuple[LossSums, torch.Tensor]:
     """One step at `share` of the peak learning rates; returns this process's loss sums and the norm of the gradient before clipping, without waiting for the
-    device."""
+    device. work: of `make_work`, where many steps follow."""
     optimizer.zero_grad()
     world = materials.world
     (denominator,) = world.total([step.denominator])
     total = LossSums.nothing(section.unroll_steps, materials.device)
     for batch in step.batches:
-        total = total + backward(draft, materials, batch, section, denominator)
+        total = total + (work(batch, denominator) if work else backward(draft, materials, batch, section, denominator))
     world.add_gradients(draft.parameters())
     grad_norm = torch.nn.utils.clip_grad_norm_(draft.parameters(), section.grad_clip)
     optimizer.step(share)
     return total, grad_norm
+
+
+def make_work(draft: Draft, materials: Materials, section: TrainSection, say: Callable[[str], None]) -> Work:
+    """`backward` for many batches, as graphs where those are faster."""
+
+    def work(batch: Batch, denominator: float | torch.Tensor) -> LossSums:
+        return backward(draft, materials, batch, section, denominator)
+
+    return Graphs(draft, work, say) if fixed_tokens(draft, section, materials.device) else work
+
+
+def fixed_tokens(draft: Draft, section: TrainSection, device: torch.device) -> int:
+    """The tokens for which every batch is made large enough, should its work be launched as a graph; else 0."""
+    graphed = device.type == "cuda" and pays_as_graph(sum(weight.numel() for weight in draft.parameters()), section)
+    return batch_tokens(section) if graphed else 0
+
+
+def pays_as_graph(weights: int, section: TrainSection) -> bool:
+    """Whether a GPU would be done with the kernels of a batch before they are launched."""
+    return batch_tokens(section) * weights < GRAPHED and not section.recompute
+
+
+def batch_tokens(section: TrainSection) -> int:
+    return min(section.tokens_per_batch, section.tokens_per_step)
 
 
 def backward(draft: Draft, materials: Materials, batch: Batch, section: TrainSection, denominator: float | torch.Tensor) -> LossSums:
