@@ -67,7 +67,7 @@ class Eyas:
         batches = [make_batch(part, self.materials.embedding, steps, dtype, multiple, chunk, cuda, self.fixed) for part in packs]
         all_rows = [row for part in packs for row in part]
         tokens, supervised = sum(len(row.tokens) for row in all_rows), sum(int(row.supervised.sum()) for row in all_rows)
-        return Work([(batch.pinned() if cuda else batch, denominator(packs)) for batch in batches], tokens, supervised)
+        return Work([(batch.pinned() if cuda else batch, denominator(batches)) for batch in batches], tokens, supervised)
 
     def rates(self, total: int) -> list[float]:
         return [rate_share(self.section, number, total) for number in range(total)]

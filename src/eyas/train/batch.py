@@ -13,6 +13,7 @@ Legend: T positions of the pack, R rows, A aux layers, D hidden width, K steps.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -113,13 +114,14 @@ class Batch:
         return replace(self, **changed, chunks=chunks)
 
 
-def countable_steps(supervised_T: torch.Tensor, num_steps: int) -> torch.Tensor:
-    """How many steps count at each position of one document, int64 [T] in 0..num_steps."""
+def countable_steps(supervised_T: torch.Tensor, num_steps: int, ends_T: torch.Tensor | None = None) -> torch.Tensor:
+    """How many steps count at each position, int64 [T] in 0..num_steps. ends_T: where the document of each position ends; None: all are one document."""
     position_T = torch.arange(len(supervised_T))
-    # Supervised tokens in a row from each position on: the distance to the next that is not supervised.
-    end_T = torch.where(supervised_T, len(supervised_T), position_T).flip(0).cummin(0).values.flip(0)
+    ends_T = torch.full_like(position_T, len(supervised_T)) if ends_T is None else ends_T
+    # Supervised tokens in a row from each position on: the distance to the next that is not supervised, or to the document's end.
+    end_T = torch.where(supervised_T, ends_T, position_T).flip(0).cummin(0).values.flip(0)
     run_T = end_T - position_T
-    ahead_T = torch.cat((run_T[1:], run_T.new_zeros(1)))
+    ahead_T = torch.cat((run_T[1:], run_T.new_zeros(1))).where(position_T + 1 < ends_T, 0)
     return (ahead_T - 1).clamp(0, num_steps)
 
 
@@ -137,33 +139,30 @@ def make_batch(
     sizes among a few, so that one CUDA graph does for many (graph.py); rows of more tokens are packed as if it were 0.
     """
     fixed = fixed if sum(len(row.tokens) for row in rows) <= fixed else 0
-    next_T, label_T, positions_T, indices, steps, documents = [], [], [], [], [], []
-    start = row_start = 0
-    for row in rows:
-        tokens = row.tokens.long()
-        length = len(tokens)
-        counts_T = countable_steps(row.supervised, num_steps)
-        (here,) = counts_T.nonzero(as_tuple=True)
-        next_T.append(torch.nn.functional.pad(tokens[1:], (0, min(1, length))))
-        label_T.append(torch.nn.functional.pad(tokens[2:], (0, min(2, length))))
-        positions_T.append(torch.arange(length))
-        indices.append(here + start)
-        steps.append(counts_T[here])
-        documents.append(Document(start, start + length, row_start, row_start + len(here)))
-        start, row_start = start + length, row_start + len(here)
+    lengths = torch.tensor([len(row.tokens) for row in rows])
+    tokens_T, supervised_T = torch.cat([row.tokens for row in rows]).long(), torch.cat([row.supervised for row in rows])
+    ends = lengths.cumsum(0)
+    ends_T, place_T = ends.repeat_interleave(lengths), torch.arange(len(tokens_T))
+    next_T, label_T = (tokens_T.roll(-ahead).where(place_T + ahead < ends_T, 0) for ahead in (1, 2))
+    positions_T = place_T - (ends - lengths).repeat_interleave(lengths)
+    counts_T = countable_steps(supervised_T, num_steps, ends_T)
+    (rows_R,) = counts_T.nonzero(as_tuple=True)
+    num_steps_R = counts_T[rows_R]
+    bounds = list(zip([0, *ends.tolist()], [0, *torch.searchsorted(rows_R, ends).tolist()], strict=True))
+    documents = [Document(*parts) for parts in ((a[0], b[0], a[1], b[1]) for a, b in itertools.pairwise(bounds))]
+    start, row_start = bounds[-1]
     more_rows = -row_start % (max(1, fixed // ROW_SIZES) if fixed else multiple)
     more = fixed + multiple - start if fixed else -start % multiple or (multiple if more_rows else 0)  # rows need a position of their own to stand at
     if more:
-        for column in (next_T, label_T, positions_T):
-            column.append(torch.zeros(more, dtype=torch.int64))
-        indices.append(torch.full((more_rows,), start + more - 1))
-        steps.append(torch.zeros(more_rows, dtype=torch.int64))
+        next_T, label_T, positions_T = (torch.nn.functional.pad(column_T, (0, more)) for column_T in (next_T, label_T, positions_T))
+        rows_R = torch.nn.functional.pad(rows_R, (0, more_rows), value=start + more - 1)
+        num_steps_R = torch.nn.functional.pad(num_steps_R, (0, more_rows))
         documents.append(Document(start, start + more, row_start, row_start + more_rows))
     aux, last, scale = (_packed([getattr(row, name) for row in rows], more, pin) for name in ("aux", "last", "scale"))
     assert aux is not None and last is not None
-    rows_R, num_tokens, read_T = torch.cat(indices), documents[-1].end, torch.cat(next_T)
+    num_tokens = documents[-1].end
     embedded = torch.empty(num_tokens, embedding.shape[1], dtype=embedding.dtype, device=embedding.device, pin_memory=pin)
-    torch.index_select(embedding, 0, read_T.to(embedding.device), out=embedded)
+    torch.index_select(embedding, 0, next_T.to(embedding.device), out=embedded)
     row_of_T = torch.full((num_tokens,), len(rows_R))
     row_of_T[rows_R] = torch.arange(len(rows_R))
     asked_T = torch.zeros(num_tokens, dtype=torch.bool)
@@ -177,11 +176,11 @@ def make_batch(
         scale=scale,
         dtype=dtype,
         embedded=embedded.to(dtype),
-        next_T=read_T,
-        label_T=torch.cat(label_T),
-        positions_T=torch.cat(positions_T),
+        next_T=next_T,
+        label_T=label_T,
+        positions_T=positions_T,
         rows_R=rows_R,
-        num_steps_R=torch.cat(steps),
+        num_steps_R=num_steps_R,
         row_of_T=row_of_T,
         asking_N=asking_N,
         rank_T=torch.where(asked_T, asked_T.cumsum(0) - 1, len(asking_N)),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from eyas.features.shard import FeatureRow
-from eyas.train.batch import Batch, countable_steps
+from eyas.train.batch import Batch
 
 AHEAD = 2  # optimiser steps that are ready or in the making; each holds its features on the device
 
@@ -32,8 +32,8 @@ def feed(
     """schedule: keys of each batch of each step. pack: rows -> a batch on the CPU. What `read` raises is raised at the step that it happened for."""
     if device.type != "cuda":
         for keys in schedule:
-            rows = [[read(key) for key in batch] for batch in keys]
-            yield Step([pack(batch).to(device) for batch in rows], denominator(rows))
+            packed = [pack([read(key) for key in batch]) for batch in keys]
+            yield Step([batch.to(device) for batch in packed], denominator(packed))
         return
     ready: queue.Queue[tuple[Step, torch.cuda.Event] | BaseException] = queue.Queue(AHEAD - 1)
     stopped = threading.Event()
@@ -51,10 +51,9 @@ def feed(
             for keys in schedule:
                 if stopped.is_set():
                     return
-                rows = [[read(key) for key in batch] for batch in keys]
-                packed = [pack(batch).pinned() for batch in rows]
+                packed = [pack([read(key) for key in batch]).pinned() for batch in keys]
                 with torch.cuda.stream(stream):
-                    step = Step([batch.to(device) for batch in packed], denominator(rows))
+                    step = Step([batch.to(device) for batch in packed], denominator(packed))
                     copied = torch.cuda.Event()
                     copied.record()
                 copied.synchronize()  # before `packed`, which is being copied from, goes back to the allocator
@@ -79,6 +78,6 @@ def feed(
         thread.join()
 
 
-def denominator(rows: list[list[FeatureRow]]) -> float:
+def denominator(batches: list[Batch]) -> float:
     """The rows of all batches that count at step 0."""
-    return float(sum((countable_steps(row.supervised, 1) > 0).sum().item() for batch in rows for row in batch))
+    return float(sum(int((batch.num_steps_R > 0).sum()) for batch in batches))
