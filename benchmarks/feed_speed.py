@@ -25,8 +25,7 @@ from eyas.features.reader import FeatureReader
 from eyas.target.embeddings import TargetHead
 from eyas.target.engine import keep_freed_memory, resolve_device
 from eyas.train.feed import Step
-from eyas.train.graph import Work
-from eyas.train.loop import Materials, fixed_tokens, make_work, optimizer_step, steps_of
+from eyas.train.loop import Materials, Work, fixed_tokens, make_work, optimizer_step, steps_of
 from eyas.train.loss import Teacher
 from eyas.train.optim import make_optimizer
 from eyas.train.sampler import epoch_order, pack
@@ -58,7 +57,7 @@ def main() -> None:
             schedule = [[step] for step in pack(epoch_order(list(reader.lengths), 0, 0), reader.lengths, options.tokens)]
             materials = Materials(reader, [], [], table, teacher, ids, dtype, device)
             (held,) = steps_of(materials, section, schedule[:1], fixed=fixed)
-            work = make_work(draft, materials, section, print)
+            work = make_work(draft, optimizer, materials, section, print)
 
             def run(steps: Iterable[Step], materials: Materials = materials, work: Work = work) -> float:
                 start = time.perf_counter()

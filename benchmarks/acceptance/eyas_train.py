@@ -52,7 +52,7 @@ class Eyas:
             self.device,
         )  # fmt: skip
         self.fixed = loop.fixed_tokens(self.model, self.section, self.device)
-        self.run = loop.make_work(self.model, self.materials, self.section, common.say)
+        self.launched = loop.make_work(self.model, self.optimizer, self.materials, self.section, common.say)
 
     def order(self, epoch: int) -> list[list[int]]:
         steps = pack(epoch_order(self.materials.train_keys, self.seed, epoch), self.materials.reader.lengths, self.section.tokens_per_step)
@@ -76,7 +76,7 @@ class Eyas:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         weights = self.section.step_weight ** torch.arange(self.section.unroll_steps, device=self.device)
         for batch, rows in batches:
-            sums = self.run(batch.to(self.device), rows)
+            sums = self.launched.backward(batch.to(self.device), rows)
             total += (sums.loss * weights).sum() / rows
         return total
 
@@ -84,8 +84,8 @@ class Eyas:
         self.optimizer.zero_grad()
 
     def step(self, rate: float) -> None:
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.section.grad_clip)
-        self.optimizer.step(rate)
+        self.optimizer.set_rates(rate)
+        self.launched.update()
         self.optimizer.zero_grad()
 
     def draft(self) -> tuple[DraftShape, Tensors]:

@@ -76,7 +76,8 @@ def test_the_cast_follows_the_weight(device: torch.device) -> None:
     assert layer.factor(torch.bfloat16) is first, "cast once"
     optimizer = Optimizers([torch.optim.AdamW([{"params": list(layer.parameters()), "peak": 0.5}], fused=True)])
     layer(x).float().sum().backward()
-    optimizer.step(1.0)
+    optimizer.set_rates(1.0)
+    optimizer.step()
     assert torch.equal(cast(layer), layer.weight.detach().bfloat16()) and not torch.equal(cast(layer), first.weight_OI)
     layer.load_state_dict({"weight": torch.ones(4, 4)})
     assert torch.equal(cast(layer), torch.ones(4, 4, device=device, dtype=torch.bfloat16))

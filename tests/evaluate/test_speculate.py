@@ -97,7 +97,8 @@ def teach(draft: Draft, engine: TransformersEngine, answers: list[list[int]], id
     for _ in range(num_steps):
         optimizer.zero_grad()
         loss_backward(unroll(draft, batch, 4), draft.lm_head, teacher, batch, Objective(0.8, float(len(batch.rows_R))))
-        optimizer.step(1.0)
+        optimizer.set_rates(1.0)
+        optimizer.step()
     draft.eval()
 
 

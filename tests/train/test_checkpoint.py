@@ -39,7 +39,8 @@ def some_steps(draft: Draft, optimizer: Optimizers, first: int, count: int) -> N
         generator = torch.Generator().manual_seed(step)
         for parameter in draft.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator)
-        optimizer.step(1.0)
+        optimizer.set_rates(1.0)
+        optimizer.step()
 
 
 def trained(num_steps: int) -> tuple[Draft, Optimizers]:
@@ -86,7 +87,8 @@ def test_training_goes_on_from_a_checkpoint_on_a_gpu(tmp_path: Path) -> None:
     for draft, optimizer in (before, after):
         for parameter in draft.parameters():
             parameter.grad = torch.full_like(parameter, 0.5)
-        optimizer.step(1.0)
+        optimizer.set_rates(1.0)
+        optimizer.step()
     torch.cuda.synchronize()
     assert_equal_bits(before, after)
 

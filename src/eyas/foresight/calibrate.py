@@ -137,7 +137,7 @@ def _trained(config: RunConfig, spec: TargetSpec, share: float, length: int, sto
     optimizer = make_optimizer(draft, config.train, dtype)
     teacher = Teacher(head, ids, dtype, device)
     materials = Materials(FeatureReader(store / "features"), [], [], head.embedding.to(dtype), teacher, ids.to(device), dtype, device)
-    fixed, work = fixed_tokens(draft, config.train, device), make_work(draft, materials, config.train, lambda line: None)
+    fixed, work = fixed_tokens(draft, config.train, device), make_work(draft, optimizer, materials, config.train, lambda line: None)
     per_batch = max(1, config.train.tokens_per_batch // length)
     num_batches = max(1, config.train.tokens_per_step // config.train.tokens_per_batch)
     rows = [

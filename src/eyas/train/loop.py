@@ -9,7 +9,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -31,7 +31,7 @@ from eyas.train.batch import Batch, make_batch
 from eyas.train.checkpoint import TrainState
 from eyas.train.distributed import ALONE, World
 from eyas.train.feed import Step, feed
-from eyas.train.graph import Graphs, Work
+from eyas.train.graph import Backward, Graphs, Say, Update, UpdateGraph
 from eyas.train.loss import LossSums, Objective, Teacher, loss_backward
 from eyas.train.optim import Optimizers, make_optimizer, rate_share
 from eyas.train.sampler import epoch_rows, own_batches, pack
@@ -98,7 +98,8 @@ def train(draft: Draft, materials: Materials, section: TrainSection, seed: int, 
     rows = [(epoch, step) for epoch in range(section.epochs) for step in epoch_rows(materials.train_keys, lengths, section.tokens_per_step, seed, epoch)]
     whole = [step for _, step in rows]
     schedule = [(epoch, own_batches(step, lengths, batch_tokens(section), world.rank, world.size)) for epoch, step in rows]
-    optimizer, work = make_optimizer(draft, section, materials.dtype), make_work(draft, materials, section, reporter.say)
+    optimizer = make_optimizer(draft, section, materials.dtype)
+    work = make_work(draft, optimizer, materials, section, reporter.say)
     state = TrainState(0, 0, None)
     if newest := checkpoint.latest(folder / "checkpoints"):
         state = checkpoint.load(newest, draft, optimizer)
@@ -187,25 +188,48 @@ def optimizer_step(
 ) -> tuple[LossSums, torch.Tensor]:
     """One step at `share` of the peak learning rates; returns this process's loss sums and the norm of the gradient before clipping, without waiting for the
     device. work: of `make_work`, where many steps follow."""
+    work = work or plain_work(draft, optimizer, materials, section)
     optimizer.zero_grad()
+    optimizer.set_rates(share)
     world = materials.world
     (denominator,) = world.total([step.denominator])
     total = LossSums.nothing(section.unroll_steps, materials.device)
     for batch in step.batches:
-        total = total + (work(batch, denominator) if work else backward(draft, materials, batch, section, denominator))
+        total = total + work.backward(batch, denominator)
     world.add_gradients(draft.parameters())
-    grad_norm = torch.nn.utils.clip_grad_norm_(draft.parameters(), section.grad_clip)
-    optimizer.step(share)
-    return total, grad_norm
+    return total, work.update()
 
 
-def make_work(draft: Draft, materials: Materials, section: TrainSection, say: Callable[[str], None]) -> Work:
-    """`backward` for many batches, as graphs where those are faster."""
+@dataclass(frozen=True)
+class Work:
+    """What an optimiser step does to a GPU."""
 
-    def work(batch: Batch, denominator: float | torch.Tensor) -> LossSums:
+    backward: Backward
+    update: Update
+
+
+def make_work(draft: Draft, optimizer: Optimizers, materials: Materials, section: TrainSection, say: Say) -> Work:
+    """For many steps, as graphs where those are faster."""
+    plain = plain_work(draft, optimizer, materials, section)
+    if not fixed_tokens(draft, section, materials.device):
+        return plain
+
+    def add(batch: Batch, denominator: float | torch.Tensor) -> LossSums:
         return backward(draft, materials, batch, section, denominator)
 
-    return Graphs(draft, work, say) if fixed_tokens(draft, section, materials.device) else work
+    return Work(Graphs(draft, add, say), UpdateGraph(draft, optimizer, plain.update, say))
+
+
+def plain_work(draft: Draft, optimizer: Optimizers, materials: Materials, section: TrainSection) -> Work:
+    def add(batch: Batch, denominator: float) -> LossSums:
+        return backward(draft, materials, batch, section, denominator)
+
+    def update() -> torch.Tensor:
+        grad_norm = torch.nn.utils.clip_grad_norm_(draft.parameters(), section.grad_clip)
+        optimizer.step()
+        return grad_norm
+
+    return Work(add, update)
 
 
 def fixed_tokens(draft: Draft, section: TrainSection, device: torch.device) -> int:

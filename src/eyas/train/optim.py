@@ -35,11 +35,13 @@ class Muon(torch.optim.Optimizer):
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
-                momentum = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
+                if not self.state[weight]:
+                    self.state[weight]["momentum"] = torch.zeros_like(weight)
+                momentum = self.state[weight]["momentum"]
                 momentum.lerp_(weight.grad, 1 - MUON_MOMENTUM)
                 update = orthogonal(weight.grad.lerp(momentum, MUON_MOMENTUM), self.dtype)
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
-                weight.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(weight.shape)))
+                weight.addcmul_(update.to(weight.dtype), torch.as_tensor(group["lr"]), value=-0.2 * math.sqrt(max(weight.shape)))
 
 
 def orthogonal(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -55,10 +57,14 @@ def orthogonal(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Optimizers:
-    """Several torch optimisers as one. `state` and `param_groups` are those of all of them; each group knows its highest learning rate, `peak`."""
+    """Several torch optimisers as one. `state` and `param_groups` are those of all of them; each group knows its highest learning rate, `peak`. Learning rates
+    are tensors beside the weights, which a CUDA graph (graph.py) reads anew each time."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
         self.parts = parts
+        for group in self.param_groups:
+            device = next((weight.device for weight in group["params"]), None)
+            group["lr"] = torch.zeros((), device=device)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -77,13 +83,18 @@ class Optimizers:
         for part in self.parts:
             part.zero_grad(set_to_none=True)
 
-    def step(self, share: float) -> None:
-        """One step at `share` of the peak learning rates."""
+    def set_rates(self, share: float) -> None:
+        """`share` of the peak learning rates."""
         for group in self.param_groups:
-            group["lr"] = group["peak"] * share
+            group["lr"].fill_(group["peak"] * share)
+
+    def step(self) -> None:
         for part in self.parts:
             part.step()
-        # torch's fused AdamW changes weights without counting it, and what was cast from them (draft/product.py) would stay as it was.
+        self.moved()
+
+    def moved(self) -> None:
+        """torch's fused AdamW and CUDA graphs change weights without counting it, and what was cast from them (draft/product.py) would stay as it was."""
         torch.autograd.graph.increment_version([weight for group in self.param_groups for weight in group["params"]])
 
 
@@ -100,7 +111,8 @@ def make_optimizer(draft: Draft, section: TrainSection, dtype: torch.dtype) -> O
         parts.append(Muon([{"params": matrices, "peak": section.muon_lr, "weight_decay": section.weight_decay}], dtype))
     else:
         decayed["params"] += matrices
-    return Optimizers([torch.optim.AdamW(adamw, lr=section.lr, betas=(0.9, section.beta2), fused=True), *parts])
+    cuda = head.is_cuda
+    return Optimizers([torch.optim.AdamW(adamw, lr=section.lr, betas=(0.9, section.beta2), fused=True, capturable=cuda), *parts])
 
 
 def rate_share(section: TrainSection, step: int, total: int) -> float:
