@@ -39,7 +39,7 @@ from eyas.train.unroll import unroll
 
 FALLEN = 0.02  # of the best acceptance: more than it moves by chance from one checkpoint to the next
 # Tokens of a batch times the draft's weights, below which launching bounds training: 9 ms a draft step, in which an H200 does 4e12 products and additions.
-GRAPHED = 6e11
+GRAPHED, SMALL = 6e11, 100_000_000  # and weights above which there is no room to hold a graph's step against a plain one
 SHAPE_MULTIPLE = 128  # positions and rows of a batch; fewer shapes are faster, more padding is slower
 
 
@@ -240,7 +240,7 @@ def fixed_tokens(draft: Draft, section: TrainSection, device: torch.device) -> i
 
 def pays_as_graph(weights: int, section: TrainSection) -> bool:
     """Whether a GPU would be done with the kernels of a batch before they are launched."""
-    return batch_tokens(section) * weights < GRAPHED and not section.recompute
+    return weights < SMALL and batch_tokens(section) * weights < GRAPHED and not section.recompute
 
 
 def batch_tokens(section: TrainSection) -> int:
