@@ -194,7 +194,7 @@ class TrainSection(Section):
         description="Share of all optimiser steps over which the learning rate rises to its peak; it then falls as a cosine to `final_lr` of it.",
     )
     final_lr: float = Field(0.05, ge=0.0, le=1.0, description="The last learning rate as a share of its peak.")
-    weight_decay: float = Field(0.0, ge=0.0, description="AdamW's weight decay, on matrices only.")
+    weight_decay: float = Field(0.0, ge=0.0, description="Weight decay, on matrices only, of AdamW and Muon alike.")
     beta2: float = Field(0.95, gt=0.0, lt=1.0, description="AdamW's second-moment decay.")
     grad_clip: float = Field(1.0, gt=0.0, description="Gradients are scaled down to this norm if theirs is larger.")
     tokens_per_step: int = Field(
