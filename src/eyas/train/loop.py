@@ -284,9 +284,14 @@ def save(draft: Draft, optimizer: Optimizers, materials: Materials, state: Train
 
 
 def holdout_acceptance(draft: Draft, materials: Materials, section: TrainSection) -> float | None:
-    """Simulated acceptance length over the held-out rows, whose text is the data's own, greedy or not."""
+    """Over the held-out rows, whose text is the data's own, greedy or not."""
+    return simulated_acceptance(draft, materials, section, materials.holdout_keys)
+
+
+def simulated_acceptance(draft: Draft, materials: Materials, section: TrainSection, some: Sequence[str]) -> float | None:
+    """Simulated acceptance length over these rows, by all processes together; None where there is nothing to draft."""
     total, world = nothing(section.unroll_steps), materials.world
-    for keys in pack(materials.holdout_keys, materials.reader.lengths, section.tokens_per_batch)[world.rank :: world.size]:
+    for keys in pack(some, materials.reader.lengths, section.tokens_per_batch)[world.rank :: world.size]:
         rows: list[FeatureRow] = [materials.reader.row(key) for key in keys]
         batch = make_batch(rows, materials.embedding, section.unroll_steps, materials.dtype).to(materials.device)
         for acceptance in simulate(draft, materials.ids, batch, section.unroll_steps):
