@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,8 @@ from eyas.target.embeddings import TargetHead, read_head
 from eyas.target.spec import read_spec
 from eyas.train.checkpoint import TrainState, latest, load_draft, save
 from eyas.train.checkpoint import load as load_checkpoint
-from eyas.train.loop import Materials, optimizer_step, steps_of
+from eyas.train.graph import UpdateGraph
+from eyas.train.loop import Materials, Work, make_work, optimizer_step, plain_work, steps_of
 from eyas.train.loss import Teacher
 from eyas.train.optim import Optimizers, make_optimizer
 from eyas.vocab.run import read_ids
@@ -95,7 +97,8 @@ def test_training_goes_on_from_a_checkpoint_on_a_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_200_steps_on_a_gpu_are_the_same_twice_and_with_a_stop_in_the_middle_and_wait_for_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_graphs", [False, True])
+def test_200_steps_on_a_gpu_are_the_same_twice_and_with_a_stop_in_the_middle_and_wait_for_nothing(by_graphs: bool, tmp_path: Path) -> None:
     """In bfloat16, through the compiled parts, flash attention and the thread that feeds the GPU."""
     device, section = torch.device("cuda"), TrainSection(unroll_steps=5, tokens_per_batch=1024)
     shape = small_shape(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=512)
@@ -120,18 +123,24 @@ def test_200_steps_on_a_gpu_are_the_same_twice_and_with_a_stop_in_the_middle_and
         draft = random_draft(shape).to(device)
         return draft, make_optimizer(draft, section, torch.bfloat16)
 
-    def go(draft: Draft, optimizer: Optimizers, todo: list[list[list[str]]]) -> None:
-        for step in steps_of(materials, section, todo):
-            optimizer_step(draft, optimizer, materials, section, step, 0.1)
+    fixed = section.tokens_per_batch if by_graphs else 0
+
+    def go(draft: Draft, optimizer: Optimizers, todo: list[list[list[str]]]) -> Work:
+        make = partial(make_work, say=pytest.fail) if by_graphs else plain_work
+        work = make(draft, optimizer, materials, section)
+        for step in steps_of(materials, section, todo, fixed=fixed):
+            optimizer_step(draft, optimizer, materials, section, step, 0.1, work)
+        return work
 
     first, second, stopped, resumed = begun(), begun(), begun(), begun()
     go(*first, schedule)
-    go(*second, schedule)
+    work = go(*second, schedule)
+    assert isinstance(work.update, UpdateGraph) == by_graphs and (not by_graphs or work.update.ready)  # type: ignore[attr-defined]
     assert_equal_bits(first, second)
-    (step,) = steps_of(materials, section, schedule[:1])
+    (step,) = steps_of(materials, section, schedule[:1], fixed=fixed)
     torch.cuda.set_sync_debug_mode("error")  # a step is given to the GPU without a wait for anything
     try:
-        optimizer_step(*second, materials, section, step, 0.1)
+        optimizer_step(*second, materials, section, step, 0.1, work)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     go(*stopped, schedule[:100])
