@@ -38,6 +38,7 @@ from eyas.vocab.run import draft_vocab_size
 # Shares of the maker's bfloat16 rate that was reached on one H200 (989 TFLOP/s); docs/log.md has the runs.
 EXTRACT_DENSE = 0.58  # Llama-8B shape, vLLM 0.25.1: 40,744 tokens/s with 7.0e9 weights met by each
 EXTRACT_QUANTISED_EXPERTS = 0.096  # the founding case; three layers of its width with INT4 experts, one of them dense, reach 0.18 on one H200
+WRITE = {"transformers": 0.32e9, "vllm": 3.5e9}  # bytes a second of features at most: SmolLM2-135M's; a target 7,168 wide
 TRAIN = 0.57  # Llama-8B shape, K = 7, all supervised: 560 TFLOP/s
 TRAIN_FLOAT8 = 1.22  # times as fast: 190.3 ms a step beside 231.7
 LAUNCH = 0.009  # seconds that the CPU takes to give a GPU one draft step of one batch: of SmolLM2-135M's draft, K = 7, 65.4 ms where the products take less
@@ -286,6 +287,7 @@ def _stages(
     rate, source = rates.get("extract"), "measured here"
     if not rate:
         rate, source = extraction_rate(config, spec, size, hardware), ROUGH
+        rate = rate and min(rate, WRITE[config.target.engine] / token_bytes(config, spec))
     loading = f", after loading {weights / 1e9:,.1f} GB" + (f" in {load:,.0f} s" if load is not None else "")
     words = f"{features / 1e9:,.2f} GB of features, {token_bytes(config, spec):,} bytes a token{loading}"
     epochs = config.train.epochs if features > quota(config) else 1
