@@ -212,7 +212,7 @@ def test_status_shows_every_stage(eyas: Eyas, run_file: Path) -> None:
 
 def test_status_of_a_stopped_run_says_how_far_it_came(eyas: Eyas, make_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_run(features={"batch_tokens": 64})
-    real, calls = TransformersEngine.capture, []
+    real, calls = TransformersEngine.states, []
 
     def twice(self: Any, rows: Any, layers: Any) -> Any:
         calls.append(1)
@@ -220,7 +220,7 @@ def test_status_of_a_stopped_run_says_how_far_it_came(eyas: Eyas, make_run: Call
             raise KeyboardInterrupt
         return real(self, rows, layers)
 
-    monkeypatch.setattr(TransformersEngine, "capture", twice)
+    monkeypatch.setattr(TransformersEngine, "states", twice)
     assert eyas("run", path).code == 130
     progress = json.loads(eyas("status", path.parent / "runs" / "run", "--json").out)["extract"]["progress"]
     assert progress["state"] == "stopped" and 0 < progress["done"] < progress["total"] and progress["unit"] == "tokens"

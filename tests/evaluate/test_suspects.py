@@ -73,9 +73,9 @@ def test_features_that_are_not_the_targets_are_named(
     sabotage: Callable[..., list[torch.Tensor]], says: list[str], dtype: str, target: Path, tmp_path: Path, eyas: Eyas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = run_of(tmp_path, target, features={"dtype": dtype})
-    real = TransformersEngine.capture
+    real = TransformersEngine.states
     with monkeypatch.context() as patch:
-        patch.setattr(TransformersEngine, "capture", lambda engine, rows, layers: sabotage(real, engine, rows, layers))
+        patch.setattr(TransformersEngine, "states", lambda engine, rows, layers: sabotage(real, engine, rows, layers))
         assert eyas("run", path, "--until", "export").code == 0, "extraction proves the last layer alone"
     outcome = eyas("run", path)
     assert outcome.code == 0 and all(part in outcome.err for part in says), outcome.err

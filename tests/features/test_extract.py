@@ -188,12 +188,12 @@ def test_features_that_were_dear_are_not_thrown_away_for_another_setting(
 
 
 def test_a_capture_of_the_wrong_rows_stores_nothing(tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = TransformersEngine.capture
+    real = TransformersEngine.states
 
     def mixed_up(self: TransformersEngine, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> list[torch.Tensor]:
         return [states.flip(0) for states in real(self, rows, layers)]
 
-    monkeypatch.setattr(TransformersEngine, "capture", mixed_up)
+    monkeypatch.setattr(TransformersEngine, "states", mixed_up)
     with pytest.raises(UserError, match="Proof of capture failed"):
         extract(tmp_path, tiny_target)
     assert not list((tmp_path / "runs" / "run" / "features").glob("shard-*.safetensors"))
@@ -201,7 +201,7 @@ def test_a_capture_of_the_wrong_rows_stores_nothing(tmp_path: Path, tiny_target:
 
 @pytest.mark.parametrize("wrong", ["one layer early", "normed", "nan"])
 def test_a_wrong_last_layer_fails_the_proof_of_capture(tmp_path: Path, tiny_target: Path, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
-    real = TransformersEngine.capture
+    real = TransformersEngine.states
 
     def capture(self: TransformersEngine, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> list[torch.Tensor]:
         states = [one.clone() for one in real(self, rows, [*layers[:3], layers[3] - 1] if wrong == "one layer early" else layers)]
@@ -212,7 +212,7 @@ def test_a_wrong_last_layer_fails_the_proof_of_capture(tmp_path: Path, tiny_targ
                 one[-1, 3, 0] = float("nan")
         return states
 
-    monkeypatch.setattr(TransformersEngine, "capture", capture)
+    monkeypatch.setattr(TransformersEngine, "states", capture)
     with pytest.raises(UserError, match="No shard was written"):
         extract(tmp_path, tiny_target)
 

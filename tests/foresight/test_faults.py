@@ -137,12 +137,12 @@ def two_aux_layers(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def wrong_last_layer(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    real = TransformersEngine.capture
+    real = TransformersEngine.states
 
     def capture(self: TransformersEngine, rows: Any, layers: Any) -> list[torch.Tensor]:
         return real(self, rows, [*layers[:-1], layers[-1] - 1])
 
-    monkeypatch.setattr(TransformersEngine, "capture", capture)
+    monkeypatch.setattr(TransformersEngine, "states", capture)
 
 
 LARGE = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}

@@ -47,8 +47,12 @@ class TransformersEngine:
         # transformers 5.24 renamed the argument; both names must work, as each user has another release.
         self.cache_argument = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
 
-    @torch.inference_mode()
     def capture(self, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> list[torch.Tensor]:
+        return [states_TLD.cpu() for states_TLD in self.states(rows, layers)]
+
+    @torch.inference_mode()
+    def states(self, rows: Sequence[Sequence[int]], layers: Sequence[int]) -> list[torch.Tensor]:
+        """[T, L, D] of each row, on the device."""
         # Padding stands behind a row, and attention is causal: no token of the row sees it, so no mask is needed.
         width = max(len(row) for row in rows)
         ids_BT = torch.zeros(len(rows), width, dtype=torch.long)
@@ -57,26 +61,28 @@ class TransformersEngine:
         with LayerTap(self.model, self.spec.num_layers, layers) as tap:
             self.model.base_model(input_ids=ids_BT.to(self.device), use_cache=False)
             states_BTLD = tap.take()
-        return [states_BTLD[b, : len(row)].cpu() for b, row in enumerate(rows)]
+        return [states_BTLD[b, : len(row)] for b, row in enumerate(rows)]
 
     def fill(
         self, shards: Iterable[OpenShard], layers: Sequence[int], advance: Callable[[int], None], written: Callable[[OpenShard], None]
     ) -> Iterator[Filled]:
-        total = torch.zeros(len(layers), 2)
+        total = torch.zeros(len(layers), 2, device=self.device)
         for shard in shards:
-            not_finite = []
+            not_finite: list[int] = []
             for batch in batches([len(tokens) for tokens in shard.tokens], self.batch_tokens):
-                for row, states in zip(batch, self.capture([shard.tokens[row].tolist() for row in batch], layers), strict=True):
-                    if not states.isfinite().all():
-                        not_finite.append(row)
+                finite = []
+                for row, states in zip(batch, self.states([shard.tokens[row].tolist() for row in batch], layers), strict=True):
+                    finite.append(states.isfinite().all())
                     stored, scale = encode(states, shard.dtype)
                     total += squares(states, stored, scale)
+                    stored = stored.cpu()
                     parts = {"aux": stored[:, :-1], "last": stored[:, -1]}
-                    shard.put(row, parts if scale is None else {**parts, "scale": scale})
+                    shard.put(row, parts if scale is None else {**parts, "scale": scale.cpu()})
+                not_finite += [row for row, good in zip(batch, torch.stack(finite).tolist(), strict=True) if not good]
                 advance(sum(len(shard.tokens[row]) for row in batch))
             written(shard)
             sample = len(shard.keys) // 2
-            yield Filled(shard, {}, not_finite, sample, self.log_probabilities(shard.tokens[sample].tolist()), relative_rounding(total))
+            yield Filled(shard, {}, not_finite, sample, self.log_probabilities(shard.tokens[sample].tolist()), relative_rounding(total.cpu()))
 
     @torch.inference_mode()
     def log_probabilities(self, row: Sequence[int]) -> torch.Tensor:
