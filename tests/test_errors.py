@@ -331,7 +331,7 @@ def test_ctrl_c_in_any_stage_exits_with_130_and_says_how_to_go_on(eyas: Eyas, ma
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(5)
 
-    for name in ("generate", "capture"):
+    for name in ("generate", "states"):
         with monkeypatch.context() as patch:
             patch.setattr(TransformersEngine, name, interrupted)
             outcome = eyas("run", path, "--until", "extract")
@@ -347,7 +347,7 @@ def test_the_command_to_go_on_with_can_be_pasted_into_a_shell(eyas: Eyas, make_r
     path = make_run()
     words = ["run", str(path), "--until", "extract", "--set", "features.layers=[0, 2, 4]"]
     with monkeypatch.context() as patch:
-        patch.setattr(TransformersEngine, "capture", interrupted)
+        patch.setattr(TransformersEngine, "states", interrupted)
         outcome = eyas(*words)
     said = outcome.err.rpartition("kept; `")[2].partition("` goes on")[0]
     assert shlex.split(said) == ["eyas", *words]
