@@ -1,13 +1,15 @@
 """The same target, the same features, the same tokens or the same seconds: how many tokens do the drafts of different trainers get accepted?
 
     python benchmarks/acceptance/compare.py RUN.toml [--prompts FILE ...] (--seconds 60 | --epochs 3)
-        [--seeds 0 1] [--contender 'NAME=SCRIPT ARGUMENTS' or 'NAME=FOLDER' ...] [--per-set 160] [--answer-tokens 256] [--serve 3 7]
+        [--seeds 0 1] [--contender 'NAME=SCRIPT ARGUMENTS' or 'NAME=FOLDER' ...] [--at-once 1] [--per-set 160] [--answer-tokens 256]
+        [--serve 3 7]
 
 RUN.toml (run.toml beside this file is one) must have been run up to `vocab`. A contender that is a folder is a finished draft, and is measured as it is.
 Each other one trains in a process of its own (eyas_train.py, speculators_train.py, specforge_train.py: the same rows, the same clock, each with its own code
-and its documented settings) and writes its draft in the form that vLLM loads. All are measured alike: over the target's own answers to the prompts, written
-once by the run file's engine, greedily and at temperature 1, the rounds with 3, 5 and 7 draft tokens are simulated from the target's states. --serve also
-serves each draft of the first seed with so many draft tokens in the vLLM of the run file's target.python, and reads its counters.
+and its documented settings) and writes its draft in the form that vLLM loads; with --at-once so many of them share the GPU, which compares equal epochs but
+not equal seconds. All are measured alike: over the target's own answers to the prompts, written once by the run file's engine, greedily and at temperature 1,
+the rounds with 3, 5 and 7 draft tokens are simulated from the target's states. --serve also serves each draft of the first seed with so many draft tokens in
+the vLLM of the run file's target.python, and reads its counters.
 
 Prints a line for each draft as it is done, then a table over seeds, and writes everything to RUN_FOLDER/acceptance/. What is there is not done
 again; finished drafts are.
@@ -57,38 +59,58 @@ def main() -> None:
     length.add_argument("--epochs", type=int)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--contender", action="append", metavar="NAME=SCRIPT ARGUMENTS")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="trainings beside one another; with --epochs alone")
     parser.add_argument("--per-set", type=int, default=160)
     parser.add_argument("--answer-tokens", type=int, default=256)
     parser.add_argument("--serve", nargs="*", type=int, default=[], metavar="DRAFT_TOKENS")
     options = parser.parse_args()
+    if options.at_once > 1 and not options.epochs:
+        parser.error("--at-once would give each training a part of the --seconds; say --epochs")
     run = Run(load(options.run_file, []))
     folder = run.folder / "acceptance"
     folder.mkdir(exist_ok=True)
     texts = written(run, options, folder / "answers.json")
     states = {name: captured(run, [[*row["prompt"], *row["answer"]] for row in rows]) for name, rows in texts.items()}
     budget = ["--seconds", f"{options.seconds:g}"] if options.seconds else ["--epochs", f"{options.epochs}"]
+    drafts = [
+        Contender(folder, *contender.split("=", 1), seed, budget) for seed in options.seeds for contender in options.contender or CONTENDERS
+        if seed == options.seeds[0] or not Path(contender.partition("=")[2]).is_dir()
+    ]  # fmt: skip
     results = []
-    for seed in options.seeds:
-        for contender in options.contender or CONTENDERS:
-            name, command = contender.split("=", 1)
-            finished = Path(command).is_dir()
-            if finished and seed != options.seeds[0]:
-                continue
-            result = folder / (name if finished else f"{name}-{'-'.join(budget).strip('-')}-seed-{seed}") / "result.json"
-            draft = Path(command) if finished else result.parent
-            if finished or not result.exists():  # what stands in that folder may have changed
-                result.parent.mkdir(exist_ok=True)
-                trained = {} if finished else train(run, command, draft, [*budget, "--seed", f"{seed}"])
-                write_json(result, {"name": name, "seed": seed, **trained, "lengths": measured(run, draft, texts, states)})
-            found = read_json(result)
-            for number in options.serve if seed == options.seeds[0] else []:
+    for start in range(0, len(drafts), options.at_once):
+        together = drafts[start : start + options.at_once]
+        with ThreadPoolExecutor(options.at_once) as pool:
+            trainings = list(pool.map(lambda draft: draft.trained(run), together))
+        for draft, trained in zip(together, trainings, strict=True):
+            found = trained if "lengths" in trained else {**trained, "lengths": measured(run, draft.folder, texts, states)}
+            write_json(draft.result, found)
+            for number in options.serve if draft.seed == options.seeds[0] else []:
                 key = f"served with {number}"
                 if key not in found:
-                    found[key] = served(run, draft, texts["greedy"], number, options.answer_tokens, result.with_name("server.log"))
-                    write_json(result, found)
+                    found[key] = served(run, draft.folder, texts["greedy"], number, options.answer_tokens, draft.result.with_name("server.log"))
+                    write_json(draft.result, found)
             results.append(found)
             tell(found)
     table(results)
+
+
+class Contender:
+    def __init__(self, folder: Path, name: str, command: str, seed: int, budget: list[str]) -> None:
+        self.name, self.command, self.seed, self.budget = name, command, seed, budget
+        self.finished = Path(command).is_dir()
+        self.result = folder / (name if self.finished else f"{name}-{'-'.join(budget).strip('-')}-seed-{seed}") / "result.json"
+        self.folder = Path(command) if self.finished else self.result.parent
+
+    def trained(self, run: Run) -> dict[str, Any]:
+        """What is known of it: name, seed and how it was trained, now or before."""
+        if self.result.exists() and not self.finished:  # what stands in the folder of a finished one may have changed
+            return dict(read_json(self.result))
+        self.result.parent.mkdir(exist_ok=True)
+        known: dict[str, Any] = {"name": self.name, "seed": self.seed}
+        if not self.finished:
+            known |= train(run, self.command, self.folder, [*self.budget, "--seed", f"{self.seed}"])
+            write_json(self.result, known)
+        return known
 
 
 def written(run: Run, options: argparse.Namespace, path: Path) -> dict[str, list[dict[str, Any]]]:

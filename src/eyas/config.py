@@ -44,7 +44,7 @@ class TargetSection(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="Precision in which the target is run to write answers and features. `auto`: bfloat16 where the hardware multiplies it fast "
-        "(a GPU, a CPU with AMX), else float32.",
+        "(a GPU, a CPU with AMX or AVX-512 bfloat16), else float32.",
     )
     trust_remote_code: bool = Field(
         False, description="Allow Python code from the target's folder to run. Needed by some models and tokenizers; it can do anything you can."
@@ -271,9 +271,9 @@ class EvaluateSection(Section):
     dtype: Literal["auto", "float32", "bfloat16"] | None = Field(
         None,
         description="Precision of target and draft here. Default: float32 with `transformers`, `target.dtype` with `vllm`. "
-        "In float32 a forward of one token and of several agree to rounding far below what could change a "
-        "greedy choice. In bfloat16 they agree where each row of a matrix product rounds alone, as on a CPU with AMX, "
-        "and may part elsewhere. `auto` as for the target.",
+        "In float32 a forward of one token and of several agree to rounding far below what could change a greedy choice. In bfloat16 they agree where each "
+        "row of a matrix product rounds alone, as on a CPU with AMX, and may part elsewhere. `auto`: with `transformers` bfloat16 on such a CPU, else "
+        "float32; with `vllm` as for the target.",
     )
 
 

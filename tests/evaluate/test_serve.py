@@ -247,6 +247,17 @@ def test_each_engine_has_its_own_default_precision(context: Callable[..., Contex
     assert evaluation_dtype(config(("target.dtype", "bfloat16"), ("evaluate.dtype", "float32"))) == torch.float32
 
 
+@pytest.mark.parametrize(("instructions", "dtype"), [("amx_bf16", torch.bfloat16), ("avx512_bf16", torch.float32)])
+def test_auto_precision_in_this_process_is_one_in_which_texts_do_not_part(
+    instructions: str, dtype: torch.dtype, context: Callable[..., Context], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {instructions: True}, raising=False)
+    config = context().config
+    evaluate = config.evaluate.model_copy(update={"engine": "transformers", "dtype": "auto"})
+    assert evaluation_dtype(config.model_copy(update={"evaluate": evaluate})) == dtype
+    assert evaluation_dtype(config.model_copy(update={"evaluate": evaluate.model_copy(update={"engine": "vllm"})})) == torch.bfloat16
+
+
 def test_settings_of_the_server_matter_only_where_there_is_one(context: Callable[..., Context]) -> None:
     served = context()
     other = served.config.model_copy(update={"evaluate": served.config.evaluate.model_copy(update={"engine": "transformers"})})

@@ -139,9 +139,13 @@ def test_a_device_that_is_not_there_is_refused_by_name() -> None:
     assert resolve_device("cpu") == torch.device("cpu")
 
 
-def test_auto_precision_is_one_of_two_and_a_named_one_is_kept() -> None:
+@pytest.mark.parametrize(("instructions", "dtype"), [("amx_bf16", torch.bfloat16), ("avx512_bf16", torch.bfloat16), ("avx2", torch.float32)])
+def test_auto_precision_is_what_the_hardware_multiplies_fast_and_a_named_one_is_kept(
+    instructions: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {instructions: True, "avx512_f": True}, raising=False)
+    assert resolve_dtype("auto", torch.device("cpu")) == dtype
     assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
-    assert resolve_dtype("auto", torch.device("cpu")) in (torch.float32, torch.bfloat16)
     assert resolve_dtype("float32", torch.device("cuda")) == torch.float32
 
 

@@ -25,16 +25,21 @@ from eyas.prepare.rows import PROMPTS
 from eyas.prepare.sources import source_hashes
 from eyas.stage import Context, Result
 from eyas.target.embeddings import read_head
-from eyas.target.engine import resolve_device, resolve_dtype
+from eyas.target.engine import cpu_has, resolve_device, resolve_dtype
 from eyas.target.spec import TargetSpec
 
 COUNTS = ("num_prompts", "num_tokens", "acceptance_length", "simulated_acceptance_length", "greedy_identical")
 
 
 def evaluation_dtype(config: RunConfig) -> torch.dtype:
-    """In this process float32, where greedy choices are exact; in a server what the target is run in."""
-    own = "float32" if config.evaluate.engine == "transformers" else config.target.dtype
-    return resolve_dtype(config.evaluate.dtype or own, resolve_device(config.target.device))
+    """In a server what the target is run in. In this process float32, where a forward of one token and of several choose alike; they do in bfloat16 where
+    each row of a product rounds alone, which of all hardware AMX does."""
+    device, asked = resolve_device(config.target.device), config.evaluate.dtype
+    if config.evaluate.engine == "vllm":
+        return resolve_dtype(asked or config.target.dtype, device)
+    if asked == "auto":
+        return torch.bfloat16 if device.type == "cpu" and cpu_has("amx_bf16") else torch.float32
+    return resolve_dtype(asked or "float32", device)
 
 
 def settings(config: RunConfig, spec: TargetSpec) -> dict[str, Any]:

@@ -22,8 +22,9 @@ NEWTON_SCHULZ_STEPS = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """torch.optim.Muon with the precision of its products as an argument: that one multiplies in bfloat16 only, which a CPU without AMX does at a tenth
-    of its float32 speed. The update's size matches AdamW's: 0.2 sqrt(max(rows, columns)) ("Muon is scalable for LLM training", arXiv 2502.16982)."""
+    """torch.optim.Muon with the precision of its products as an argument: that one multiplies in bfloat16 only, which a CPU without instructions for it does
+    at a tenth of its float32 speed. The update's size matches AdamW's: 0.2 sqrt(max(rows, columns)) ("Muon is scalable for LLM training", arXiv 2502.16982).
+    """
 
     def __init__(self, groups: list[dict[str, Any]], dtype: torch.dtype) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
