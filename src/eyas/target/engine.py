@@ -106,8 +106,8 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the hardware multiplies it fast: on a GPU, and on a CPU with AMX tiles or AVX-512's bfloat16 instructions (4 and 2.5 times
-    float32 there), else float32. `float8` is bfloat16 where no products are."""
+    """`auto` is bfloat16 where the hardware multiplies it fast: on a GPU, and on a CPU with AMX tiles or AVX-512's bfloat16 instructions (4 and 2 to 3 times
+    float32 there; docs/log.md), else float32. `float8` is bfloat16 where no products are."""
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" or cpu_has("amx_bf16", "avx512_bf16") else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}[dtype]
