@@ -1,15 +1,14 @@
 """Trains a draft with Eyas on the same clock as the peers' scripts beside it, on the same features.
 
-    python benchmarks/acceptance/eyas_train.py RUN_FOLDER OUT_FOLDER --target TARGET_FOLDER [--epochs 1 | --seconds 60] [--set 'train.loss="lk"'] ...
+    python benchmarks/acceptance/eyas_train.py RUN_FOLDER OUT_FOLDER --target TARGET_FOLDER [--epochs 1 | --seconds 60] [--set train.loss=lk] ...
 
 In: a run folder finished up to vocab/. Out: the draft in the plain form that engines load, progress on stderr, a line of JSON on stdout. What is not said is
-Eyas's own default; `--set` changes a key of [train] or [draft] of the run file, with a value in TOML.
+Eyas's own default; `--set` changes a key of [train] or [draft] of the run file.
 """
 
 from __future__ import annotations
 
 import argparse
-import tomllib
 from typing import Any
 
 import peer_common as common
@@ -17,7 +16,7 @@ import torch
 from peer_common import Materials, Tensors, Work
 
 from eyas import __version__
-from eyas.config import DraftSection, TrainSection
+from eyas.config import DraftSection, TrainSection, apply_override
 from eyas.draft.init import new_draft
 from eyas.draft.shape import DraftShape, draft_shape
 from eyas.target.engine import keep_freed_memory
@@ -35,7 +34,9 @@ class Eyas:
 
     def __init__(self, materials: Materials, options: argparse.Namespace) -> None:
         keep_freed_memory()
-        changes = tomllib.loads("\n".join(options.set))
+        changes: dict[str, Any] = {}
+        for override in options.set:
+            apply_override(changes, override)
         given = {"lr": options.lr, "unroll_steps": options.unroll, "step_weight": options.step_weight, "tokens_per_step": options.tokens_per_step}
         self.section = TrainSection(**{**given, **changes.get("train", {})})
         self.device, self.seed = torch.device(options.device), options.seed

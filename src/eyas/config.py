@@ -316,7 +316,7 @@ def load(path: Path, overrides: list[str]) -> RunConfig:
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is not valid TOML: {error}.") from None
     for override in overrides:
-        _apply(table, override)
+        apply_override(table, override)
     _refuse_unknown(table, str(path))
     try:
         config = RunConfig.model_validate(table)
@@ -338,7 +338,8 @@ def load(path: Path, overrides: list[str]) -> RunConfig:
     return _with_absolute_paths(config, path.resolve())
 
 
-def _apply(table: dict[str, Any], override: str) -> None:
+def apply_override(table: dict[str, Any], override: str) -> None:
+    """Sets what `section.key=value` says in the sections of a run file. Raises UserError if it says nothing."""
     name, equals, value = override.partition("=")
     section, dot, key = name.strip().partition(".")
     if not (equals and dot and section and key):
