@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -133,7 +134,7 @@ class Torture:
 
     def ended(self, child: int) -> tuple[int, str]:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        errors = [line for line in self.log.read_text().splitlines() if line.startswith("error: ")]
+        errors = re.findall("error: .*", self.log.read_text())  # two processes write there: a sentence may stand behind what the other had begun
         return code, errors[-1] if errors else ""
 
     def round(self) -> None:

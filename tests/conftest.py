@@ -27,6 +27,11 @@ VLLM_DTYPE, VLLM_ERROR = torch.float32, 1e-5  # relative
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # vLLM's kernels on a GPU: else they round float32 to 11 bits before they multiply
 # PYTHONPATH for processes that tests start: the same Eyas as here, and what came by that way
 SOURCE = os.pathsep.join(filter(None, (str(Path(eyas.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+# What vLLM 0.25.1 said when another process of its GPU ended while it started.
+MEMORY_FAULT = (
+    "AssertionError: Error in memory profiling. Initial free memory 108.94 GiB, current free memory 109.45 GiB. This happens when other processes sharing "
+    "the same container release GPU memory while vLLM is profiling during initialization."
+)
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

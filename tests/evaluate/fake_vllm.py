@@ -8,7 +8,8 @@ It counts upwards from the prompt's last token; behaviour comes from the JSON fi
     parting     {prompt's last token: token} that the server with the draft says second instead
     best        {token: log-probability} when asked for the likeliest two
     sleep       seconds of each answer
-    die_in_use  starts, from the first, that end because the port is taken
+    die         starts, from the first, that end with `fault`
+    fault       that the port is taken, if nothing else is said
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+IN_USE = "[Errno 98] Address already in use"
+
 
 def fake_python(folder: Path, **behaviour: Any) -> Path:
     """A file to name in target.python."""
-    behaviour = {"starts": str(folder / "starts.txt"), "parting": {}, "best": {}, "sleep": 0, "die_in_use": 0, **behaviour}
+    behaviour = {"starts": str(folder / "starts.txt"), "parting": {}, "best": {}, "sleep": 0, "die": 0, "fault": IN_USE, **behaviour}
     (folder / "behaviour.json").write_text(json.dumps(behaviour))
     script = folder / "python"
     script.write_text(f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport fake_vllm\nfake_vllm.serve(__file__)\n")
@@ -43,8 +46,8 @@ def serve(script: str) -> None:
     starts = Path(behaviour["starts"])
     with starts.open("a") as file:
         file.write(("draft" if speculative else "plain") + "\n")
-    if len(starts.read_text().split()) <= behaviour["die_in_use"]:
-        raise OSError(98, "Address already in use")
+    if len(starts.read_text().split()) <= behaviour["die"]:
+        raise RuntimeError(behaviour["fault"])
     counts = {"answers": 0}
 
     class Handler(BaseHTTPRequestHandler):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,8 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SOURCE, Outcome
-from fake_vllm import fake_python
+from conftest import MEMORY_FAULT, SOURCE, Outcome
+from fake_vllm import IN_USE, fake_python
 
 import eyas.evaluate.serve
 from eyas.config import RunConfig, TargetSection, load
@@ -91,13 +92,15 @@ def test_a_python_that_is_not_there_is_named(tmp_path: Path) -> None:
         pass
 
 
-def test_a_server_whose_port_was_taken_meanwhile_is_started_on_another(tmp_path: Path) -> None:
-    with server(fake_python(tmp_path, die_in_use=2), tmp_path) as running:
+@pytest.mark.parametrize("fault", [IN_USE, MEMORY_FAULT])
+def test_a_server_whose_port_was_taken_meanwhile_is_started_on_another(fault: str, tmp_path: Path) -> None:
+    """And one that could not measure its memory is started again."""
+    with server(fake_python(tmp_path, die=2, fault=fault), tmp_path) as running:
         assert running.version == "0.0.fake" and running.complete([5, 7], 3, [], 0.0) == [8, 9, 10]
     assert (tmp_path / "starts.txt").read_text().split() == ["plain"] * 3
     with pytest.raises(ConnectionRefusedError):
         http.client.HTTPConnection("127.0.0.1", running.port).request("GET", "/health")
-    with pytest.raises(UserError, match="3 times"), server(fake_python(tmp_path, die_in_use=99), tmp_path):
+    with pytest.raises(UserError, match=f"3 times: RuntimeError: {re.escape(fault[:40])}"), server(fake_python(tmp_path, die=99, fault=fault), tmp_path):
         pass
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SOURCE, VLLM_DTYPE, VLLM_ERROR, VLLM_PYTHON, assert_same_states, make_tiny_target, write_run
+from conftest import MEMORY_FAULT, SOURCE, VLLM_DTYPE, VLLM_ERROR, VLLM_PYTHON, assert_same_states, make_tiny_target, write_run
 from safetensors.torch import load_file
 
 from eyas.config import TargetSection, load
@@ -211,6 +211,35 @@ def test_an_engine_that_is_lost_again_and_again_is_given_up_and_named(tiny: Targ
     with pytest.raises(UserError, match=r"3 times in a row: its process ended with code -9.*engine\.log"):
         engine.log_probabilities([1, 2, 3])
     assert len(said) == 2
+
+
+@pytest.mark.parametrize("failures", [2, 3])
+def test_an_engine_whose_memory_another_process_disturbed_is_started_again(failures: int, tiny: TargetSpec, tmp_path: Path) -> None:
+    """vLLM measures its GPU's memory when it starts, and gives up if another process gives some back meanwhile. A program says here what vLLM said then."""
+    program = tmp_path / "python"
+    program.write_text(f"""#!{sys.executable}
+import os, sys
+with open({str(tmp_path / "starts")!r}, "a+") as starts:
+    starts.write("x")
+    starts.seek(0)
+    failed = len(starts.read()) <= {failures}
+if failed:
+    print({"ERROR [core.py:3] " + MEMORY_FAULT!r}, flush=True)
+    os.write(int(sys.argv[4]), b'{{"error": "RuntimeError: Engine core initialization failed. See root cause above.", "kind": "RuntimeError"}}\\n')
+else:
+    os.write(int(sys.argv[4]), b'{{"ok": {{"vllm": "0"}}}}\\n{{"ok": [0.5]}}\\n')
+""")
+    program.chmod(0o755)
+    said: list[str] = []
+    section = TargetSection(path=str(tiny.path), engine="vllm", python=str(program))
+    engine = VllmEngine(tiny, section, VLLM_DTYPE, MAX_LENGTH, tmp_path / "engine.log", said.append)
+    if failures == 2:
+        assert engine.log_probabilities([1, 2, 3]).tolist() == [0.5]
+        engine.close()
+    else:
+        with pytest.raises(UserError, match=r"failed while starting: AssertionError: Error in memory profiling.*engine\.log"):
+            engine.log_probabilities([1, 2, 3])
+    assert len(said) == 2 and all("Error in memory profiling" in line and "started again" in line for line in said)
 
 
 def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path, tiny: TargetSpec) -> None:

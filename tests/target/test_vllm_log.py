@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from conftest import MEMORY_FAULT
 
-from eyas.target.vllm_log import cause_of_death
+from eyas.target.vllm_log import cause_of_death, passes
 
 ENGINE_LOG = """\
 INFO a
@@ -25,3 +26,8 @@ INFO a
 )
 def test_the_cause_is_the_last_error_that_does_not_point_at_another(log: str, cause: str) -> None:
     assert cause_of_death(log) == cause
+
+
+def test_a_fault_of_the_moment_is_told_from_others() -> None:
+    assert passes(cause_of_death(ENGINE_LOG + f"ERROR 01-01 [core.py:3] {MEMORY_FAULT}\n"))
+    assert not passes(cause_of_death(ENGINE_LOG))

@@ -84,7 +84,8 @@ def test_training_goes_on_from_a_checkpoint_on_a_gpu(tmp_path: Path) -> None:
     for step in range(3):
         for parameter in before[0].parameters():
             parameter.grad = torch.full_like(parameter, 0.1 * (step + 1))
-        before[1].step(1.0)
+        before[1].set_rates(1.0)
+        before[1].step()
     load_checkpoint(save(tmp_path, *before, TrainState(3, 3, None)), *after)
     for draft, optimizer in (before, after):
         for parameter in draft.parameters():

@@ -25,19 +25,20 @@ from eyas.config import TargetSection
 from eyas.errors import UserError
 from eyas.evaluate.simulate import Acceptance
 from eyas.progress import clock
-from eyas.target.vllm_log import cause_of_death
+from eyas.target.vllm_log import cause_of_death, passes
 
 LEASH = Path(__file__).with_name("leash.py")
 SILENT_SECONDS = 1800.0  # a start that prints nothing for so long is given up; one that prints may take hours
 ANSWER_SECONDS = 3600.0  # one request
-TRIES = 3  # ports; another process may take one between our choice and vLLM's start
+TRIES = 3  # another process may take the port between our choice and vLLM's start
 # What the measurement rests on, or what Eyas says itself: target.extra does not change it.
 OWN = ("host", "port", "served_model_name", "api_key", "speculative_config", "enable_prefix_caching", "disable_log_stats")
 COUNTER = re.compile(r"^vllm:spec_decode_(num_drafts|num_accepted_tokens_per_pos)(?:_total)?(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 
-class PortTaken(Exception):
-    """Another process answers on the port, or holds it."""
+class Passing(Exception):
+    """Why a server did not start that may well start a moment later: another process answers on its port or holds it, or gave back GPU memory while vLLM
+    measured its own."""
 
 
 def server_arguments(section: TargetSection, model: Path, dtype: str, max_length: int, draft: Path | None = None, num_draft_tokens: int = 0) -> dict[str, Any]:
@@ -115,9 +116,10 @@ class Server:
                 try:
                     self._start()
                     return self
-                except PortTaken:
+                except Passing as fault:
+                    cause = fault
                     self.stop()
-            raise UserError(f"vLLM found its port taken by another process {TRIES} times. Its log is {self.log}; run the same command again.")
+            raise UserError(f"vLLM could not start {TRIES} times: {cause}. Its log is {self.log}; run the same command again.")
         except BaseException:
             self.stop()
             raise
@@ -173,8 +175,8 @@ class Server:
             now = time.monotonic()
             if self.process.poll() is not None:
                 cause = self._cause()
-                if "address already in use" in cause.lower():
-                    raise PortTaken
+                if "address already in use" in cause.lower() or passes(cause):
+                    raise Passing(cause)
                 raise UserError(f"vLLM ended while starting: {cause}. Its log is {self.log}; mend what it names, then run the same command again.")
             if (grown := self.log.stat().st_size) != size:
                 size, spoke = grown, now
@@ -185,8 +187,10 @@ class Server:
                 )
             self.progress(f"vLLM is starting, {clock(now - began)}")
             time.sleep(0.3)
-        if not any(model["id"] == self.name for model in json.loads(self._ask("GET", "/v1/models", refused=PortTaken))["data"]):
-            raise PortTaken  # a stranger's server
+        if not any(
+            model["id"] == self.name for model in json.loads(self._ask("GET", "/v1/models", refused=Passing("another process answers on its port")))["data"]
+        ):
+            raise Passing("a stranger's server answers on its port")
         self.version = json.loads(self._ask("GET", "/version"))["version"]
 
     def _healthy(self) -> bool:
@@ -202,7 +206,7 @@ class Server:
         choice: dict[str, Any] = json.loads(self._ask("POST", "/v1/completions", json.dumps(body)))["choices"][0]
         return choice
 
-    def _ask(self, method: str, path: str, body: str | None = None, refused: type[Exception] | None = None) -> bytes:
+    def _ask(self, method: str, path: str, body: str | None = None, refused: Exception | None = None) -> bytes:
         try:
             status, data = self._http(method, path, body, ANSWER_SECONDS)
         except TimeoutError:

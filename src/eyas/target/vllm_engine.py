@@ -33,7 +33,7 @@ from eyas.features.codec import relative_rounding
 from eyas.features.shard import OpenShard, open_shard
 from eyas.target.engine import Answer, Filled, Sampling
 from eyas.target.spec import TargetSpec
-from eyas.target.vllm_log import cause_of_death, points_elsewhere
+from eyas.target.vllm_log import cause_of_death, passes, points_elsewhere
 from eyas.target.worker_process import Failed, Lost, WorkerProcess
 
 Mode = Literal["capture", "generate"]
@@ -46,6 +46,7 @@ GROUP_SECONDS, GROWTH = 5.0, 2
 PROOF_TOKENS = 64
 SETTLE_SECONDS = 5.0  # after its rows were read, in which a command's last states should be written
 LOAD_MINUTES = 30.0  # of silence while loading that count as a hang: a slow disk may keep it waiting
+STARTS = 3  # before a fault that may pass is taken for one that does not
 LOSSES = 2  # in a row, without an answer between, after which the engine is not started again
 
 
@@ -281,15 +282,19 @@ class VllmEngine:
         )
         python = self.section.python or sys.executable
         environment = {**os.environ, "PYTHONPATH": str(folder), "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
-        try:
-            self.process = WorkerProcess([python, "-m", "eyas.target.vllm_worker", str(job)], environment, self.log)
-        except OSError as error:
-            raise UserError(f"target.python = {python!r} cannot be started: {error.strerror}. Give the python of an environment that has vLLM.") from None
-        try:
-            self.version = self.process.receive(60 * max(LOAD_MINUTES, self.section.hang_minutes), self.process.busy())["vllm"]
-        except (Lost, Failed) as error:
-            self._stop(0.0)
-            raise self._error("starting", error) from None
+        for start in itertools.count(1):
+            try:
+                self.process = WorkerProcess([python, "-m", "eyas.target.vllm_worker", str(job)], environment, self.log)
+            except OSError as error:
+                raise UserError(f"target.python = {python!r} cannot be started: {error.strerror}. Give the python of an environment that has vLLM.") from None
+            try:
+                self.version = self.process.receive(60 * max(LOAD_MINUTES, self.section.hang_minutes), self.process.busy())["vllm"]
+                return
+            except (Lost, Failed) as error:
+                self._stop(0.0)
+                if start == STARTS or not passes(self._cause(error)):
+                    raise self._error("starting", error) from None
+                self.say(f"vLLM failed while starting: {self._cause(error)}. It is started again. Its log is {self.log}.")
 
     def _send(self, **command: Any) -> None:
         assert self.process is not None
@@ -334,10 +339,13 @@ class VllmEngine:
         return sign
 
     def _error(self, during: str, error: Exception, times: str = "") -> UserError:
+        return UserError(
+            f"vLLM failed while {during}{times}: {self._cause(error)}. Its log is {self.log}; mend what it names, then run the same command again."
+        )
+
+    def _cause(self, error: Exception) -> str:
         words = str(error)
-        if points_elsewhere(words):
-            words = cause_of_death(self.log.read_text(errors="replace"))
-        return UserError(f"vLLM failed while {during}{times}: {words}. Its log is {self.log}; mend what it names, then run the same command again.")
+        return cause_of_death(self.log.read_text(errors="replace")) if points_elsewhere(words) else words
 
     def _stop(self, seconds: float) -> None:
         if self.process is not None:

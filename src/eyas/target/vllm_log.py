@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 FAULT = re.compile(r"((?:[\w.]*(?:Error|Exception)|\berror): .+)$")
+# vLLM's word for memory that another process of its GPU gave back while it measured its own.
+PASSING = "Error in memory profiling"
 WRAPPERS = ("Engine core initialization failed", "See root cause above", "EngineDeadError", "EngineCore encountered an issue")
 
 
@@ -19,3 +21,8 @@ def cause_of_death(log: str) -> str:
 def points_elsewhere(line: str) -> bool:
     """Whether an error only says that there was another, in another process."""
     return any(wrapper in line for wrapper in WRAPPERS)
+
+
+def passes(cause: str) -> bool:
+    """Whether the same start may well succeed a moment later."""
+    return PASSING in cause
